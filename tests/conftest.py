@@ -24,7 +24,7 @@ from support.slurm import SlurmCluster, why_not
 from hpo import code as own_code
 from hpo.cluster.postgres.programs import find_programs
 from hpo.errors import InputError, ModelError
-from hpo.models.encoder import MINILM_HUB_ID
+from hpo.models.hub import MINILM_HUB_ID
 from hpo.study.running.stopping import STOP_SIGNALS
 
 logging.getLogger("torch.__trace").addFilter(lambda _: False)  # at DEBUG it would bury failures
@@ -159,7 +159,7 @@ def onnx_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Models that were exported to ONNX before are copied: PyTorch's exporter takes seconds."""
     from support.tiny_onnx import export_or_copy
 
-    with mock.patch("hpo.deploy.onnx_export.export_onnx", export_or_copy(tmp_path_factory.mktemp("onnx"))):
+    with mock.patch("hpo.deploy.onnx_fp32.export_onnx", export_or_copy(tmp_path_factory.mktemp("onnx"))):
         yield
 
 

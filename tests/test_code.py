@@ -38,8 +38,8 @@ from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.tasks.kind import KINDS
 from hpo.trial.compat import cache_key
-from hpo.trial.trial_parts import TrialLoader, build_trial
-from hpo.trial.trial_run import checkpoint_key
+from hpo.trial.parts import TrialLoader, build_trial
+from hpo.trial.run import checkpoint_key
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 NEEDED = "needs the code `own_kind.py`"

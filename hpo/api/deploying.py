@@ -16,9 +16,9 @@ import torch
 from hpo.api.models import checkpoint_of
 from hpo.api.opening import RUNS, check_positive
 from hpo.compare.comparison_study import unlabelled_test_tasks
-from hpo.compare.planning import by_rank
+from hpo.compare.planning import ranked_trials
 from hpo.deploy.artifacts import NAMES, parse_names
-from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
+from hpo.deploy.deployment import DeploymentRequest, DeployTarget, deploy
 from hpo.deploy.timing import BATCH_SIZES
 from hpo.device import limit_threads, probe_device
 from hpo.errors import InputError, Preempted, RunError
@@ -83,7 +83,7 @@ def deploy_best(
 
 def best_model_of(record: StudyRecord) -> TrialRecord:
     """The best trial, by the first objective that concerns the model. Raises RunError if there is none."""
-    ranked = by_rank(record)
+    ranked = ranked_trials(record)
     if not ranked:
         none_yet = f"the study {record.name} has no complete trial yet, whose model could be deployed."
         raise RunError(nearest_told(record) or none_yet)
@@ -101,7 +101,7 @@ def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, sto
         raise InputError(f"--max-drop must be given: {metric} is in {unit_of(metric)}, no default fits.")
     has_test = "test" in data.splits and not unlabelled_test_tasks(config, data)
     return DeploymentRequest(
-        names, 1.0 if max_drop is None else max_drop, batch, has_test, ends=partial(_why_it_ends, stop)
+        names, 1.0 if max_drop is None else max_drop, batch, has_test, stop_reason=partial(_why_it_ends, stop)
     )
 
 
@@ -129,10 +129,10 @@ def _deploy(
     torch.set_num_threads(options.threads or torch.get_num_threads())
     source = TrialSource(trial.number, trial.params, trial.telemetry)
     exported = export_checkpoint(executor, checkpoint, staging / EXPORT, source, merge=True)
-    place = Place(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
+    target = DeployTarget(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
     stop.can_checkpoint = True  # from here on there is something to keep
     try:
-        return deploy(study[0], executor.dataset, Candidate(trial.number, exported), request, place)
+        return deploy(study[0], executor.dataset, exported, request, target)
     except Preempted as error:
         if stop.is_set():
             raise DeploymentStopped("Stopped before fp32 was scored: nothing is kept.") from None

@@ -14,7 +14,7 @@ from hpo.errors import RunError
 from hpo.report.plan import Plan, costs_of, default_comparison_limit, make_plan, measure_cost
 from hpo.report.status import num_shares
 from hpo.study.running.open_study import check_precisions
-from hpo.trial.trial_parts import fit_pruner
+from hpo.trial.parts import fit_pruner
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig

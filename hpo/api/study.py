@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hpo.api.messages import progress_shown
 from hpo.api.named import NamedStudy
@@ -31,7 +31,7 @@ from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.store.database import parse_url, sqlite_path, storage_url
 from hpo.study.store.storage import open_storage
-from hpo.trial.callbacks import Callbacks
+from hpo.trial.telemetry import Callbacks
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,15 +46,13 @@ if TYPE_CHECKING:
     from hpo.report.plan import Plan
     from hpo.study.running.supervisor import WorkerProcesses
     from hpo.study.store.lifecycle import StudyState
+    from hpo.training.evaluate import Evaluation
     from hpo.trial.diagnosis import Diagnosis
-    from hpo.trial.executor import Executor
     from hpo.trial.reproduction import Reproduction
-    from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+    from hpo.trial.telemetry import TrialResult
     from hpo.trial.verify import PrecisionCheck
-    from hpo.trial.verify_parts import PartsCheck
 
 _logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class Study(NamedStudy):
@@ -191,7 +189,7 @@ class Study(NamedStudy):
             return read_study(opened.storage, config.name)
 
     def train(
-        self, params: Mapping[str, Any], show: Callable[[ScoredEvaluation], None] = lambda _: None
+        self, params: Mapping[str, Any], show: Callable[[Evaluation], None] = lambda _: None
     ) -> TrialResult:
         """Run one trial with `params` without a database or checkpoint; `show` is called with each
         evaluation."""
@@ -216,32 +214,15 @@ class Study(NamedStudy):
 
         `repeats` passes of each precision are timed; the fastest counts.
         """
-        from hpo.trial.verify import check_precision, verify
-
-        return self._with_executor(
-            repeats,
-            lambda executor: verify(
-                executor.device, lambda name, _: check_precision(executor, name, repeats)
-            ),
-        )
-
-    def _with_executor(self, repeats: int, measure: Callable[[Executor], _T]) -> _T:
         from hpo.config.resolved_study import resolve_study
         from hpo.trial.executor import Executor
+        from hpo.trial.verify import check_precision, verify
 
         check_positive(repeats=repeats)
         config = to_run(self.config)
         with progress_shown(quiet=self._quiet):
-            return measure(Executor(resolve_study(config, probe_device(config.device)), RUNS))
-
-    def verify_parts(self, repeats: int = 3) -> list[PartsCheck]:
-        """Measure each part of the model in bf16 and fp16, and find the parts that need fp32.
-
-        `repeats` passes with each part in fp32 are timed, against as many with none.
-        """
-        from hpo.trial.verify_parts import verify_parts
-
-        return self._with_executor(repeats, lambda executor: verify_parts(executor, repeats))
+            executor = Executor(resolve_study(config, probe_device(config.device)), RUNS)
+            return verify(executor.device, lambda name, _: check_precision(executor, name, repeats))
 
     def plan(
         self, *, n_trials: int | None = None, hours: float | None = None, workers: int | None = None

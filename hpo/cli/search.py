@@ -36,14 +36,10 @@ def check(study: hpo.Study) -> Any:
 @study_command(
     *TRUST,
     repeats=optional(int, "N", "Timed passes of each precision; the fastest counts.", min=1, default="3"),
-    parts=flag("--parts", "Measure each part of the model in bf16 and fp16: which of them need fp32?"),
 )
-def verify(study: hpo.Study, *, parts: bool, **options: Any) -> Answer:
+def verify(study: hpo.Study, **options: Any) -> Answer:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
     from dataclasses import asdict
-
-    if parts:
-        return _verify_parts(study, **options)
 
     from hpo.device import probe_device
     from hpo.report.trial_screens import verification
@@ -54,18 +50,6 @@ def verify(study: hpo.Study, *, parts: bool, **options: Any) -> Answer:
     rows = [asdict(one) for one in checks]
     content = {"device": asdict(device), "precisions": rows, "recommendation": advice}
     return Answer(content, verification(checks, device.describe(), advice))
-
-
-def _verify_parts(study: hpo.Study, **options: Any) -> Answer:
-    from dataclasses import asdict
-
-    from hpo.device import probe_device
-    from hpo.report.trial_screens import parts_verification
-
-    checks = study.verify_parts(**options)
-    device = probe_device(study.config.device)
-    content = {"device": asdict(device), "precisions": [asdict(one) for one in checks]}
-    return Answer(content, parts_verification(checks, device.describe()))
 
 
 @study_command(

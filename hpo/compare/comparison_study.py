@@ -1,4 +1,4 @@
-"""The study that a comparison runs in the database: how it is opened, and how it grows.
+"""The study of a comparison in the database.
 
 Nothing is pruned, no precision falls back to another, and no checkpoint outlives its trial.
 """
@@ -6,22 +6,20 @@ Nothing is pruned, no precision falls back to another, and no checkpoint outlive
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpo.compare.planning import Request, plan_comparison, refuse_options
 from hpo.config.choices import CONFIGURATIONS
 from hpo.config.comparison import REFERENCE, SEED, VALUES, ComparisonConfig
 from hpo.config.search_space import encode
 from hpo.config.study_config import StudyConfig, stored_study
+from hpo.data.dataset import DataSet
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION, choice_name, lacking_choices
+from hpo.study.reading.study_record import StudyRecord
+from hpo.study.store.storage import Storage
 from hpo.trial.objectives import quality_objective
-
-if TYPE_CHECKING:
-    from hpo.data.dataset import DataSet
-    from hpo.study.reading.study_record import StudyRecord
-    from hpo.study.store.storage import Storage
 
 SUFFIXES = {
     "precisions": "-compare",
@@ -29,7 +27,7 @@ SUFFIXES = {
     "optimizer_state": "-compare-state",
     "configurations": "-compare-configurations",
 }
-"""What the name of a comparison adds to that of its study, by its question."""
+"""Suffix of a comparison's name, by its question."""
 
 
 def comparison_name(study: str, question: str) -> str:
@@ -45,109 +43,98 @@ def open_comparison(
     device: DeviceInfo,
     has_test: bool,
 ) -> StudyConfig:
-    """The stored comparison, or a new one, which is not stored yet.
+    """Return the stored comparison, or a new one that is not stored yet.
 
-    Only the number of seeds of a stored comparison may change. Anybody who has seen the results could choose
-    a looser margin or other precisions by them, and the stated errors would not hold.
+    Only the number of seeds of a stored comparison may change. After a look at the results, a looser margin
+    or other precisions would make the stated errors wrong.
 
     Args:
-        config: of the study that is compared.
-        device: a request without precisions compares all that it runs.
+        config: the compared study.
+        device: a request without precisions compares all those of this device.
         has_test: whether the data have a test split with labels.
 
-    Raises InputError.
+    Raises:
+        InputError: the request does not fit the study, the stored comparison or the device.
     """
     if config.comparison is not None:
-        of, command = config.comparison.study, config.comparison.command
-        raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: {command}")
+        study, command = config.comparison.study, config.comparison.command
+        raise InputError(f"The study `{record.name}` is itself a comparison, of `{study}`: {command}")
     if request.question == CONFIGURATIONS:
         others = ("precisions", "margin", "max_seeds")
         refuse_options([name for name in others if getattr(request, name) is not None])
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
-        new = plan_comparison(record, config, request.checked(_runnable(request, device, config)), token)
-        new = new.model_copy(update={"device": device.kind})
-        begun = comparison_study(config, new, has_test=has_test)
-        _refuse_device(begun, device, new, has_begun=False)
-        return begun
-    return _stored(storage, name, record.name, request, device)
-
-
-def _stored(storage: Storage, name: str, of: str, request: Request, device: DeviceInfo) -> StudyConfig:
-    """The comparison `name` of the study `of` as it was begun, with the seeds that are asked for."""
+        setting = request.setting
+        lacking = lacking_choices({setting: VALUES[setting]}, device, config.amp)
+        runnable = [value for value in VALUES[setting] if choice_name(setting, value) not in lacking]
+        plan = plan_comparison(record, config, request.with_precisions(runnable), token)
+        plan = plan.model_copy(update={"device": device.kind})
+        study = comparison_study(config, plan, has_test=has_test)
+        _refuse_device(study, device, plan, has_begun=False)
+        return study
     stored = stored_study(name, storage.read_definition(name))
-    plan = stored.comparison
-    if plan is None or plan.study_token != storage.study_token(of):
-        raise InputError(f"The study `{name}` is no comparison of `{of}` as it is now: hpo delete {name}")
-    _refuse_changes(name, plan, request.checked(()) if request.precisions else request)
+    stored_plan = stored.comparison
+    if stored_plan is None or stored_plan.study_token != token:
+        raise InputError(
+            f"The study `{name}` is no comparison of the present `{record.name}`: hpo delete {name}"
+        )
+    _refuse_changes(name, stored_plan, request.with_precisions(()) if request.precisions else request)
     if request.max_seeds is not None:
-        plan = plan.model_copy(update={"max_seeds": request.max_seeds})
+        stored_plan = stored_plan.model_copy(update={"max_seeds": request.max_seeds})
     if storage.trial_counts(name)["done"] < stored.num_trials:
-        _refuse_device(stored, device, plan, has_begun=True)
-    return grown(stored, plan)
-
-
-def _runnable(request: Request, device: DeviceInfo, config: StudyConfig) -> tuple[str, ...]:
-    setting = request.setting
-    lacking = lacking_choices({setting: VALUES[setting]}, device, config.amp)
-    return tuple(name for name in VALUES[setting] if choice_name(setting, name) not in lacking)
+        _refuse_device(stored, device, stored_plan, has_begun=True)
+    return with_plan(stored, stored_plan)
 
 
 def _refuse_device(
     study: StudyConfig, device: DeviceInfo, plan: ComparisonConfig, *, has_begun: bool
 ) -> None:
-    """Raise InputError where `device` cannot run what is left of a comparison."""
+    """Raise InputError if `device` cannot run the rest of a comparison."""
     lacking = lacking_choices(plan.needs(), device, study.amp)
     if not (lacks := plan.lacking(device.kind, lacking)):
         return
+    compared = [name for name in plan.precisions if choice_name(plan.setting, name) in lacking]
+    remedy = "Compare on a device that does."
     if has_begun:
-        todo = f"Go on on a device that does, or begin anew, without its trials: hpo delete {study.name}"
-    else:
-        compared = [name for name in plan.precisions if choice_name(plan.setting, name) in lacking]
-        todo = "Compare on a device that does."
-        if len(compared) == len(lacking) and plan.question != CONFIGURATIONS:
-            todo = f"Leave {', '.join(compared)} out of --precisions, or compare on a device that does."
+        remedy = f"Continue on a device that does, or start again without its trials: hpo delete {study.name}"
+    elif len(compared) == len(lacking) and plan.question != CONFIGURATIONS:
+        remedy = f"Leave {', '.join(compared)} out of --precisions, or compare on a device that does."
     reasons = " ".join(dict.fromkeys(lacking.values()))
     raise InputError(
-        f"All that is compared must run on one kind of device, and needs {', '.join(lacks)}, but this is "
-        f"{device.kind}. {reasons} {todo}"
+        f"A comparison runs on one kind of device. It needs {', '.join(lacks)}, but this is {device.kind}. "
+        f"{reasons} {remedy}"
     )
 
 
 def _refuse_changes(name: str, plan: ComparisonConfig, request: Request) -> None:
-    """Raise InputError for an option that is not as the comparison was begun."""
-    begun_with: dict[str, float | Sequence[str]] = {
-        "precisions": plan.precisions,
-        "top": plan.top,
-        "seeds": plan.seeds,
-        "margin": plan.margin,
-    }
+    """Raise InputError for an option that differs from the stored comparison."""
     changed = [
-        f"--{option} {_typed(value)}"
-        for option, value in begun_with.items()
-        if (asked := getattr(request, option)) is not None and _typed(asked) != _typed(value)
+        f"--{option} {_as_option(getattr(plan, option))}"
+        for option in ("precisions", "top", "seeds", "margin")
+        if (asked := getattr(request, option)) is not None
+        and _as_option(asked) != _as_option(getattr(plan, option))
     ]
     if changed:
-        options = " ".join(changed)
         raise InputError(
-            f"The comparison `{name}` was begun with {options}, and what its trials tell counts for that "
-            f"alone. Leave it out to go on, or begin anew, without its trials: hpo delete {name}"
+            f"The comparison `{name}` was begun with {' '.join(changed)}, and its trials count only "
+            f"for that. Leave it out to continue, or start again without its trials: hpo delete {name}"
         )
 
 
-def _typed(value: float | Sequence[str]) -> str:
-    """The value of an option as one types it; fp32 is understood among precisions."""
+def _as_option(value: float | Sequence[str]) -> str:
+    """The value of an option on the command line, without the implied fp32."""
     if isinstance(value, int | float):
         return f"{value:g}"
     return ",".join(name for name in value if name != REFERENCE) or REFERENCE
 
 
 def unlabelled_test_tasks(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
-    """Tasks of the objective for which no row of the test split is annotated, as in a shared task whose truth
-    is held back; a comparison then has the scores of the validation split. None where there is no test split.
+    """Return the tasks of the objective without labels in the test split; none without a test split.
+
+    A comparison then has the scores of the validation split.
     """
-    task, of_task, _ = quality_objective(config.objective).metric.partition("/")
-    names = [task] if of_task else [one.name for one in data.tasks]
+    name, is_task, _ = quality_objective(config.objective).metric.partition("/")
+    names = [name] if is_task else [task.name for task in data.tasks]
     rows = data.splits.get("test")
     if rows is None:
         return ()
@@ -155,31 +142,28 @@ def unlabelled_test_tasks(config: StudyConfig, data: DataSet) -> tuple[str, ...]
 
 
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
-    """The study that trains what the plan names. `has_test`: whether its runs are scored on test."""
+    """Return the study of the planned trials. `has_test`: its runs are scored on test."""
     definition = config.definition()
     fixed = {PRECISION, plan.setting, SEED}
-    definition["training"] = {
-        name: value for name, value in definition["training"].items() if name not in fixed
-    }
+    training = {name: value for name, value in definition["training"].items() if name not in fixed}
     given = [name for name in definition["given"] if name.rpartition(".")[2] not in fixed]
     space: dict[str, Any] = {
         plan.setting: {"type": "categorical", "choices": plan.precisions},
         SEED: {"type": "int", "low": plan.first_seed, "high": plan.last_seed},
     }
     for name in plan.configurations[0].params:
-        choices = {
-            encode(configuration.params[name]): configuration.params[name]
-            for configuration in plan.configurations
-        }
+        values = [configuration.params[name] for configuration in plan.configurations]
+        choices = {encode(value): value for value in values}
         space[name] = {"type": "categorical", "choices": tuple(choices.values())}
     return StudyConfig.model_validate(
         {
             **definition,
             "name": comparison_name(plan.study, plan.question),
-            # a device that lacks a precision leaves all trials to others: with `prune` it would use them up
+            "training": training,
+            # a device without a precision leaves all trials to others: with `prune` it would use them up
             "amp": {**definition["amp"], "on_unsupported": "skip"},
             "objective": config.objective,
-            "constraints": {},  # what is compared meets them, and its other precisions are to be told too
+            "constraints": {},  # the configurations meet them, and other precisions are of interest too
             "first": (),
             "budget": None,
             "search_space": space,
@@ -194,17 +178,17 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
     )
 
 
-def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
+def with_plan(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
     return study.with_values(comparison=plan, n_trials=len(plan.points()))
 
 
-def caught_up(storage: Storage, study: StudyConfig) -> StudyConfig:
-    """The comparison with the seeds that another `hpo compare` of it has added meanwhile."""
+def with_stored_seeds(storage: Storage, study: StudyConfig) -> StudyConfig:
+    """Add the seeds of another running `hpo compare` of the same comparison."""
     assert study.comparison is not None
     if not storage.has_study(study.name):
         return study
     stored = stored_study(study.name, storage.read_definition(study.name)).comparison
     assert stored is not None
     seeds = [study.comparison.num_seeds, stored.num_seeds]
-    most = {arm: max(one.get(arm, 0) for one in seeds) for arm in {**seeds[0], **seeds[1]}}
-    return grown(study, study.comparison.model_copy(update={"num_seeds": most}))
+    most = {name: max(one.get(name, 0) for one in seeds) for name in {**seeds[0], **seeds[1]}}
+    return with_plan(study, study.comparison.model_copy(update={"num_seeds": most}))

@@ -1,55 +1,53 @@
-"""The sentences of a comparison beside those of its verdicts (`hpo.evaluation.verdict`).
+"""Sentences of a comparison, in addition to those of its verdicts (`hpo.evaluation.verdict`).
 
-The terminal, the report and the dashboard show what is made here and stored.
+They are stored, and shown in the terminal, the report and the dashboard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
-from hpo.compare.answer import Answer
 from hpo.compare.runs import Ratio, Runs
 from hpo.config.choices import MOST_SEEDS
 from hpo.config.comparison import REFERENCE
 from hpo.evaluation.decision import ALPHA
+from hpo.evaluation.verdict import Verdict
 from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import TrialRecord
 
 
-def verdict(answer: Answer, runs: Runs) -> str:
-    """The verdict on a precision, and the command that may decide it."""
-    plan, told = runs.plan, answer.verdict.sentence
-    if not answer.pairs:
-        either = f"{plan.named(answer.precision)} or {plan.named(REFERENCE)}"
-        return (
-            f"{told} No pair of runs tells anything: a run of {either} failed, or ran in another precision."
-        )
-    has_seeds_left = plan.num_seeds[answer.precision] < plan.max_seeds
-    if answer.verdict.reason and has_seeds_left:
-        return f"{told} More seeds cannot show it."
-    if not answer.is_open or has_seeds_left or plan.max_seeds == MOST_SEEDS:
-        return told
-    more = min(next_look(plan.max_seeds), MOST_SEEDS)
-    return f"{told} More seeds may decide: {plan.command} --max-seeds {more}"
+def verdict(found: Verdict, precision: str, runs: Runs) -> str:
+    """Return the verdict on a precision, and the command that may decide it."""
+    plan, text = runs.plan, found.sentence
+    if not found.num_runs:
+        either = f"{plan.named(precision)} or {plan.named(REFERENCE)}"
+        return f"{text} No pair of runs counts: a run of {either} failed, or ran in another precision."
+    has_seeds_left = plan.num_seeds[precision] < plan.max_seeds
+    if found.reason:
+        return f"{text} More seeds cannot show it." if has_seeds_left else text
+    if found.verdict != "not_shown" or has_seeds_left or plan.max_seeds == MOST_SEEDS:
+        return text
+    more = min(next_num_seeds(plan.max_seeds), MOST_SEEDS)
+    return f"{text} More seeds may decide: {plan.command} --max-seeds {more}"
 
 
-def next_look(num: int) -> int:
-    """Return the number of seeds of the next look. Any number would do, but each look costs a little."""
+def next_num_seeds(num: int) -> int:
+    """Return the number of seeds of the next round. Any number would do, but each round costs a little."""
     return max(num + 1, num * 3 // 2)
 
 
-def error(answers: Collection[Answer], runs: Runs) -> str:
-    """The stated errors of the verdicts, and what they refer to."""
-    num, configurations = len(answers), len(runs.plan.configurations)
-    each = f"Each verdict `as good` is wrong in at most {100 * ALPHA:g} % of comparisons, and so is `worse`"
-    any_wrong = f"at least one wrong `as good` is said in at most {100 * ALPHA * num:g} %"
-    several = f". With {num} precisions, {any_wrong}" if num > 1 else ""
-    what = "this configuration" if configurations == 1 else f"these {configurations} configurations"
-    return f"{each}{several}. The verdicts are about {what} on new seeds and new rows of this kind."
+def stated_error(num_precisions: int, runs: Runs) -> str:
+    """State the error rate of the verdicts, and their scope."""
+    num, limit = len(runs.plan.configurations), 100 * ALPHA
+    text = f"Each verdict `as good` is wrong in at most {limit:g}% of comparisons, and so is `worse`"
+    if num_precisions > 1:
+        text += f"; any of {num_precisions} `as good` in at most {limit * num_precisions:g}%"
+    scope = "this configuration" if num == 1 else f"these {num} configurations"
+    return f"{text}. The verdicts are about {scope} on new seeds and new rows of this kind."
 
 
-def collapsed(trial: TrialRecord, configuration: int, score: float | None, runs: Runs) -> str:
-    """A run that collapsed, with its seed."""
+def collapse(trial: TrialRecord, configuration: int, score: float | None, runs: Runs) -> str:
+    """Describe a collapsed run."""
     precision, seed = runs.plan.named(trial.params[runs.plan.setting]), trial.params["seed"]
     run = f"{precision}, trial {trial.number} (configuration {configuration}, seed {seed})"
     if score is not None:
@@ -57,45 +55,47 @@ def collapsed(trial: TrialRecord, configuration: int, score: float | None, runs:
     return f"{run}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
 
 
-def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
-    """The precision to use: as good as fp32, and the fastest, or the one that stores the fewest bytes."""
-    plan, fp32 = runs.plan, runs.plan.named(REFERENCE)
-    name, text, more, sign = _GAINS[plan.setting == PRECISION]
-    good = [answer for answer in answers if answer.name == "as_good"]
-    where = f" on {plan.device}" if plan.device else ""
-    within = f"{runs.metric} within {plan.margin:g} {answers[0].verdict.unit}"
-    ratios = [(answer, ratio) for answer in good if (ratio := answer.ratios[name])]
-    gaining = [one for one in ratios if _is_gain(one[1], sign)]
-    if gaining:
-        answer, ratio = max(gaining, key=lambda one: sign * one[1].ratio)
+def recommendation(evidence: Mapping[str, tuple[Verdict, Mapping[str, Ratio | None]]], runs: Runs) -> str:
+    """Recommend a precision that is as good as fp32: the fastest, or the one with the fewest stored bytes.
+
+    Precisions of computing are chosen by speed, others by their size.
+    """
+    plan, is_speed = runs.plan, runs.plan.setting == PRECISION
+    names = {
+        verdict: [plan.named(precision) for precision, (one, _) in evidence.items() if one.verdict == verdict]
+        for verdict in ("as_good", "worse", "not_shown")
+    }
+    unit = next(iter(evidence.values()))[0].unit
+    device = f" on {plan.device}" if plan.device else ""
+    within = f"{runs.metric} within {plan.margin:g} {unit}"
+    sign = 1 if is_speed else -1  # of an advantage: more speed, fewer bytes
+    ratios = {
+        precision: ratio
+        for precision, (one, measured) in evidence.items()
+        if one.verdict == "as_good" and (ratio := measured["speed_ratio" if is_speed else "stored_ratio"])
+        if all(end is not None and sign * (end - 1) > 0 for end in (ratio.low, ratio.high))
+    }
+    if ratios:
+        precision, ratio = max(ratios.items(), key=lambda item: sign * item[1].ratio)
+        advantage = f"{ratio.ratio:.2f} times as fast in training"
+        if not is_speed:
+            advantage = f"stored in {ratio.ratio:.2f} of the bytes"
         return (
-            f"Use {plan.named(answer.precision)}: as good as {REFERENCE} ({within}), and "
-            f"{text.format(ratio.ratio)} ({ratio.low:.2f} to {ratio.high:.2f}){where}."
+            f"Use {plan.named(precision)}: as good as {REFERENCE} ({within}), and {advantage} "
+            f"({ratio.low:.2f} to {ratio.high:.2f}){device}."
         )
-    if good:
-        names = listed([plan.named(answer.precision) for answer in good], "and")
-        are = "is" if len(good) == 1 else "are"
-        return f"Use {fp32}: {names} {are} as good ({within}), but not shown to be {more}{where}."
-    worse = [plan.named(answer.precision) for answer in answers if answer.name == "worse"]
-    if len(worse) == len(answers):
-        return f"Use {fp32}: {listed(worse, 'and')} {'is' if len(worse) == 1 else 'are'} worse ({within})."
-    rest = listed([plan.named(answer.precision) for answer in answers if answer.name == "not_shown"], "or")
-    return f"Use {fp32}: it is not shown whether {rest} is as good ({within}). Reasons: {plan.command}"
+    use = f"Use {plan.named(REFERENCE)}:"
+    if names["as_good"]:
+        verb, more = "is" if len(names["as_good"]) == 1 else "are", "faster" if is_speed else "smaller"
+        good = _joined(names["as_good"], "and")
+        return f"{use} {good} {verb} as good ({within}), but not shown to be {more}{device}."
+    if names["not_shown"]:
+        rest = _joined(names["not_shown"], "or")
+        return f"{use} it is not shown whether {rest} is as good ({within}). Reasons: {plan.command}"
+    verb = "is" if len(names["worse"]) == 1 else "are"
+    return f"{use} {_joined(names['worse'], 'and')} {verb} worse ({within})."
 
 
-def listed(names: Sequence[str], word: str) -> str:
+def _joined(names: Sequence[str], word: str) -> str:
     """`a`, `a or b`, `a, b or c`."""
     return f" {word} ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-
-
-_GAINS = {
-    True: ("speed_ratio", "{:.2f} times as fast in training", "faster", 1),
-    False: ("stored_ratio", "stored in {:.2f} of the bytes", "smaller", -1),
-}
-"""The gain that decides between precisions that are as good, by whether they are those of computing: the
-ratio, how it is told, and 1 if a ratio above 1 gains."""
-
-
-def _is_gain(ratio: Ratio, sign: int) -> bool:
-    """Whether the whole interval shows a gain."""
-    return all(end is not None and sign * (end - 1) > 0 for end in (ratio.low, ratio.high))

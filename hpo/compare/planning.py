@@ -1,8 +1,8 @@
-"""Chooses what a comparison trains: the best `top` configurations of the study, each under every precision
-with the same seeds. A setting that `when` left out of a configuration has its default. The question
-`configurations` trains each in the precision that its trial really had.
+"""Choice of a comparison's trials: the best `top` configurations of the study, each under every precision
+with the same seeds. A setting that `when` left out of a configuration has its default.
 
-All precisions are compared, each with the same error. A precision that has its verdict gets no more trials.
+The question `configurations` trains each in the effective precision of its trial. Every precision is compared
+with the same error. A precision with a verdict gets no more trials.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpo.config.choices import CONFIGURATIONS, Question
 from hpo.config.comparison import (
@@ -31,21 +31,18 @@ from hpo.config.trial_settings import setting_of
 from hpo.errors import InputError
 from hpo.evaluation.contributions import unit_of
 from hpo.precision.table import BASE_PRECISION, PRECISION, PRECISIONS
-from hpo.study.reading.study_record import choosable_trials, nearest_told
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, choosable_trials, nearest_told
 from hpo.study.sampling.fronts import loss_signs
 from hpo.trial.objectives import quality_objective
 
-if TYPE_CHECKING:
-    from hpo.study.reading.study_record import StudyRecord, TrialRecord
-
 FIRST_SEED = 1_000_000
-"""Seeds from here on are new ones, unless the search has had such."""
+"""First new seed, unless the search has had larger ones."""
+DEFAULTS: Mapping[str, Any] = {"top": 3, "seeds": 3, "max_seeds": 12, "margin": 0.5}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a comparison, by the options of `hpo compare`; None: whatever it was begun with,
-    or the default."""
+    """Options of `hpo compare`; None: as the comparison was begun, or the default."""
 
     question: Question = "precisions"
     precisions: tuple[str, ...] | None = None
@@ -58,87 +55,74 @@ class Request:
     def setting(self) -> str:
         return SETTINGS[self.question]
 
-    def checked(self, runnable: Sequence[str]) -> Request:
-        """With the canonical names of the precisions, fp32 ahead; left out, those that are `runnable`."""
+    def with_precisions(self, runnable: Sequence[str]) -> Request:
+        """Use the canonical names of the precisions, fp32 first; by default all `runnable` ones."""
         if self.question == CONFIGURATIONS:
             return self
         try:
-            given = [checked_precision(self.setting, name) for name in self.precisions or runnable]
+            names = [checked_precision(self.setting, name) for name in self.precisions or runnable]
         except ValueError as error:
             raise InputError(f"--precisions: {error}") from None
-        return replace(self, precisions=tuple(dict.fromkeys([REFERENCE, *given])))
-
-
-DEFAULTS: Mapping[str, Any] = {"top": 3, "seeds": 3, "max_seeds": 12, "margin": 0.5}
+        return replace(self, precisions=tuple(dict.fromkeys([REFERENCE, *names])))
 
 
 def plan_comparison(
     record: StudyRecord, config: StudyConfig, request: Request, token: str
 ) -> ComparisonConfig:
-    """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial, or
-    where no margin is given for a metric that is not in points."""
-    setting, ranked = request.setting, by_rank(record)
-    has_own = request.question == CONFIGURATIONS
-    best = [trial for trial in ranked if has_own or not _why_not(config, trial, setting)]
-    if not best and ranked:
-        why = _why_not(config, ranked[0], setting)
-        raise InputError(f"--over {setting}: no complete trial of `{record.name}` can have another. {why}")
+    """Choose the trials of a comparison. `token` is the study's.
+
+    Raises:
+        InputError: there is no complete trial, or no margin for a metric that is not in points.
+    """
+    setting, ranked = request.setting, ranked_trials(record)
+    is_judged = request.question != CONFIGURATIONS
+    best = [trial for trial in ranked if not is_judged or not _obstacle(config, trial, setting)]
     if not best:
-        none_yet = (
-            f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
-        )
-        raise InputError(nearest_told(record) or none_yet)
-    given = {option: getattr(request, option) for option in DEFAULTS}
-    decides = quality_objective(config.objective).metric
-    if not has_own and request.margin is None and unit_of(decides) != "points":
-        raise InputError(
-            f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
-        )
-    asked = {option: DEFAULTS[option] if value is None else value for option, value in given.items()}
-    if not has_own and {REFERENCE} >= {*(request.precisions or ())}:
+        raise InputError(_no_trial_message(record, config, ranked, setting))
+    metric = quality_objective(config.objective).metric
+    if is_judged and request.margin is None and unit_of(metric) != "points":
+        raise InputError(f"--margin must be given: {metric} is in {unit_of(metric)}, where no default fits.")
+    if is_judged and {REFERENCE} >= {*(request.precisions or ())}:
         raise InputError(
             f"A comparison needs another precision than {REFERENCE}, but --precisions names none, or this "
             "device runs none as it is. Compare on one that does, or, for the scores alone, search with "
             "`amp.allow_emulated: true`, which makes the others count as precisions that work."
         )
-    if has_own:
-        asked["max_seeds"] = asked["seeds"]
-    if asked["seeds"] > asked["max_seeds"]:
-        raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
+    given = {option: getattr(request, option) for option in DEFAULTS}
+    options = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
+    if not is_judged:
+        options["max_seeds"] = options["seeds"]
+    if options["seeds"] > options["max_seeds"]:
+        raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**options))
     names = sorted((config.search_space.keys() | {PRECISION}) - {setting, SEED})
-    settings = {trial.number: _settings_of(config, trial, names) for trial in best}
-    own = {name for name, searched in config.search_space.items() if setting in searched.when}
-    if has_own:
+    settings = {trial.number: _settings(config, trial, names) for trial in best}
+    if is_judged:
+        dependent = {name for name, searched in config.search_space.items() if setting in searched.when}
+        configurations = tuple(_shared_configurations(best, settings, dependent, options["top"]))
+        precisions = request.precisions or ()
+    else:
         configurations = tuple(
-            ComparedConfiguration(trial=one.number, params=settings[one.number], precision=precision_of(one))
-            for one in best[: asked["top"]]
+            ComparedConfiguration(trial=one.number, params=settings[one.number], precision=_precision(one))
+            for one in best[: options["top"]]
         )
         precisions = tuple(dict.fromkeys(one.precision for one in configurations))
-    else:
-        configurations = tuple(_compared(best, settings, own, asked["top"]))
-        precisions = request.precisions or ()
+    searched_seed = config.search_space.get(SEED)
+    highest_seed = max(searched_seed.grid()) if searched_seed else config.training.seed
     return ComparisonConfig(
         study=record.name,
         study_token=token,
         question=request.question,
         precisions=precisions,
         configurations=configurations,
-        top=asked["top"],
-        first_seed=_first_seed(config),
-        seeds=asked["seeds"],
-        max_seeds=asked["max_seeds"],
-        num_seeds=dict.fromkeys(precisions, asked["seeds"]),
-        margin=asked["margin"],
-        test_seen=_test_seen(record) if has_own else "",
+        first_seed=max(FIRST_SEED, int(highest_seed) + 1),
+        num_seeds=dict.fromkeys(precisions, options["seeds"]),
+        test_seen="" if is_judged else _test_seen(record),
+        **options,
     )
 
 
-Settings = Mapping[int, dict[str, Any]]
-"""What is searched but what is compared and the seed, by the number of the trial."""
-
-
 def refuse_options(names: Sequence[str]) -> None:
-    """Raise InputError for options that the question `configurations` does not take."""
+    """Raise InputError for options without a meaning for the question `configurations`."""
     if names:
         options = " and no ".join(f"--{name.replace('_', '-')}" for name in names)
         raise InputError(
@@ -147,27 +131,46 @@ def refuse_options(names: Sequence[str]) -> None:
         )
 
 
+def _no_trial_message(
+    record: StudyRecord, config: StudyConfig, ranked: Sequence[TrialRecord], setting: str
+) -> str:
+    if ranked:
+        obstacle = _obstacle(config, ranked[0], setting)
+        return f"--over {setting}: no complete trial of `{record.name}` can have another. {obstacle}"
+    return nearest_told(record) or (
+        f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
+    )
+
+
 def _test_seen(record: StudyRecord) -> str:
-    """How scores on test were seen before now, for a sentence. Empty: they were not."""
+    """The reasons why scores on test were seen before; empty: they were not."""
     evaluated = ", ".join(str(trial.number) for trial in record.trials if "test" in trial.detailed)
     seen = {
         "the search scored its trials on test": any(t.telemetry.get("test_metrics") for t in record.trials),
         f"test has a detailed evaluation of trial {evaluated}": evaluated,
         "`hpo compare` used test": any(one.get("split") == "test" for one in record.comparisons.values()),
     }
-    return ", and ".join(how for how, is_so in seen.items() if is_so)
+    return ", and ".join(reason for reason, is_true in seen.items() if is_true)
 
 
-def _compared(
-    best: Sequence[TrialRecord], settings: Settings, own: Container[str], top: int
+def _shared_configurations(
+    best: Sequence[TrialRecord],
+    settings: Mapping[int, dict[str, Any]],
+    dependent: Container[str],
+    top: int,
 ) -> Iterator[ComparedConfiguration]:
-    """The best configurations. Trials that differ in precision alone have one configuration, by the better of
-    them. So have trials that differ in settings `own` to a precision (`when`): each setting has its best
-    trial's value.
+    """The best configurations for all precisions.
+
+    Trials that differ in precision alone, or in settings that depend on it (`when`), have one configuration,
+    named after the best of them. Each dependent setting has the value of its best trial.
+
+    Args:
+        settings: the searched settings by the number of the trial, without the precision and the seed.
+        dependent: names of settings with a condition on the precision.
     """
     groups: dict[str, list[TrialRecord]] = {}
     for trial in best:
-        shared = {name: value for name, value in settings[trial.number].items() if name not in own}
+        shared = {name: value for name, value in settings[trial.number].items() if name not in dependent}
         groups.setdefault(json.dumps(shared, sort_keys=True), []).append(trial)
     for group in list(groups.values())[:top]:
         params = dict(settings[group[0].number])
@@ -176,59 +179,48 @@ def _compared(
         yield ComparedConfiguration(trial=group[0].number, params=params)
 
 
-def by_rank(record: StudyRecord) -> list[TrialRecord]:
-    """The complete trials that meet the study's limits by their first objective that says something of the
-    model, else by the first; each configuration once, in its best trial."""
+def ranked_trials(record: StudyRecord) -> list[TrialRecord]:
+    """Return the complete trials within the study's limits, the best first; each configuration once.
+
+    The first objective of quality decides, else the first objective.
+    """
     names = record.metric_names
-    place = next((place for place, name in enumerate(names) if name not in MEASURED_METRICS), 0)
-    sign = loss_signs(record.directions)[place]
+    index = next((index for index, name in enumerate(names) if name not in MEASURED_METRICS), 0)
+    sign = loss_signs(record.directions)[index]
     ranked = sorted(
-        choosable_trials(record), key=lambda trial: (sign * (trial.values or ())[place], trial.number)
+        choosable_trials(record), key=lambda trial: (sign * (trial.values or ())[index], trial.number)
     )
     chosen: dict[str, TrialRecord] = {}
     for trial in ranked:
-        chosen.setdefault(configuration_key(trial), trial)
+        params = {name: value for name, value in trial.params.items() if name != SEED}
+        chosen.setdefault(json.dumps(params | {PRECISION: _precision(trial)}, sort_keys=True), trial)
     return list(chosen.values())
 
 
-def configuration_key(trial: TrialRecord) -> str:
-    params = {name: value for name, value in trial.params.items() if name != SEED}
-    return json.dumps(params | {PRECISION: precision_of(trial)}, sort_keys=True)
-
-
-def precision_of(trial: TrialRecord) -> str:
-    """What it was trained in, which is not what it asked for where it fell back."""
-    return str(effective(trial, PRECISION))
-
-
-def effective(trial: TrialRecord, setting: str) -> str | None:
-    """What a trial really had of a precision, and which is not what it asked for where it could not be; None:
-    it ended before that was known."""
+def effective_value(trial: TrialRecord, setting: str) -> str | None:
+    """Return the effective value of a precision; None: the trial ended before it was known."""
     if setting == PRECISION:
         return trial.attributes.get("fp_precision_effective")
-    found: str | None = (trial.telemetry.get(setting) or {}).get("effective")
-    return found
+    value: str | None = (trial.telemetry.get(setting) or {}).get("effective")
+    return value
 
 
-def _settings_of(config: StudyConfig, trial: TrialRecord, names: Sequence[str]) -> dict[str, Any]:
-    """The value of each setting that the study searches, with defaults where `when` left one out."""
-    settings = build_trial_config(config, trial.params, REFERENCE)
-    given = decode(config.search_space, trial.params)
-    given = {**given, PRECISION: precision_of(trial)}
-    return {name: given[name] if name in given else setting_of(settings, name) for name in names}
+def _precision(trial: TrialRecord) -> str:
+    return str(effective_value(trial, PRECISION))
 
 
-def _why_not(config: StudyConfig, trial: TrialRecord, setting: str) -> str:
-    """Why a trial cannot have another value of a precision than fp32; empty: it can."""
-    computed = precision_of(trial)
+def _settings(config: StudyConfig, trial: TrialRecord, names: Sequence[str]) -> dict[str, Any]:
+    """The value of each searched setting, with defaults for those that `when` left out."""
+    defaults = build_trial_config(config, trial.params, REFERENCE)
+    given = {**decode(config.search_space, trial.params), PRECISION: _precision(trial)}
+    return {name: given[name] if name in given else setting_of(defaults, name) for name in names}
+
+
+def _obstacle(config: StudyConfig, trial: TrialRecord, setting: str) -> str:
+    """The reason why a trial cannot have another value of a precision than fp32; empty: it can."""
+    computed = _precision(trial)
     if setting == BASE_PRECISION and PRECISIONS[computed].changes_weights:
         return f"{computed} decides itself how all weights are stored."
     settings = build_trial_config(config, trial.params, REFERENCE)
     other = settings.model_copy(update={setting: VALUES[setting][1]})
     return next((str(problem) for problem in trial_problems(other)), "")
-
-
-def _first_seed(config: StudyConfig) -> int:
-    searched = config.search_space.get(SEED)
-    highest = max(searched.grid()) if searched else config.training.seed
-    return max(FIRST_SEED, int(highest) + 1)

@@ -1,50 +1,71 @@
-"""The results of a comparison so far, as they are stored, and whether it goes on."""
+"""Results of a comparison so far, in their stored form, and the plan of its next round."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hpo.compare import messages
-from hpo.compare.answer import Answer, answer_of, collapsed_runs, verdict_of
-from hpo.compare.runs import Runs
+from hpo.compare.runs import STORED_BYTES, Pair, Ratio, Runs
 from hpo.config.comparison import REFERENCE, ComparisonConfig
 from hpo.config.search_space import encode
 from hpo.evaluation.contributions import unit_of
-from hpo.evaluation.verdict import Verdict
+from hpo.evaluation.verdict import Question, Verdict, judge
+from hpo.study.reading.study_record import TrialRecord
+
+RATIOS = {"speed_ratio": "train_examples_per_second", "stored_ratio": STORED_BYTES}
+"""Ratios beside the score, each with its measurement of a trial (`hpo.compare.runs`)."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The state of a comparison."""
+    """State of a comparison."""
 
     plan: ComparisonConfig
     content: Mapping[str, Any]
-    """The result as it is stored and printed."""
+    """The result in its stored and printed form."""
     next_plan: ComparisonConfig | None
-    """The plan with the seeds of the next look; None: every verdict is given, or the seeds are used up."""
+    """Plan with the seeds of the next round; None: every verdict is given, or the seeds are used up."""
 
 
-def judge(runs: Runs) -> Result:
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Evidence about one precision."""
+
+    precision: str
+    pairs: tuple[Pair, ...]
+    verdict: Verdict
+    ratios: Mapping[str, Ratio | None]
+    """Value of each of `RATIOS`; None: no pair was measured."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more seeds may bring a verdict."""
+        return self.verdict.verdict == "not_shown" and not self.verdict.reason
+
+
+def judge_runs(runs: Runs) -> Result:
     """Judge every precision from the trials so far."""
     plan = runs.plan
-    answers = {precision: answer_of(runs, precision) for precision in plan.precisions[1:]}
-    next_plan = _next_plan(plan, answers.values())
+    evidence = [_evidence(runs, precision) for precision in plan.precisions[1:]]
+    next_plan = _next_plan(plan, evidence)
     content = {
-        **about(runs),
+        **comparison_facts(runs),
         "has_ended": next_plan is None,
         "margin": plan.margin,
-        "verdicts": [_as_json(runs, answer) for answer in answers.values()],
-        "collapsed": [messages.collapsed(*one, runs) for one in collapsed_runs(runs, answers)],
-        "error": messages.error(answers.values(), runs),
-        "recommendation": messages.recommendation([*answers.values()], runs),
+        "verdicts": [_as_json(runs, one) for one in evidence],
+        "collapsed": [messages.collapse(*run, runs) for run in _collapsed_runs(runs, evidence)],
+        "error": messages.stated_error(len(evidence), runs),
+        "recommendation": messages.recommendation(
+            {one.precision: (one.verdict, one.ratios) for one in evidence}, runs
+        ),
     }
     return Result(plan, content, next_plan)
 
 
-def about(runs: Runs) -> dict[str, Any]:
-    """The facts about a comparison that every question stores."""
+def comparison_facts(runs: Runs) -> dict[str, Any]:
+    """Return the stored facts about a comparison of any question."""
     plan = runs.plan
     return {
         "study": plan.study,
@@ -60,58 +81,85 @@ def about(runs: Runs) -> dict[str, Any]:
     }
 
 
-def _next_plan(plan: ComparisonConfig, answers: Iterable[Answer]) -> ComparisonConfig | None:
-    """Give more seeds to every precision without a verdict that more seeds may bring. None: there is none."""
+def _evidence(runs: Runs, precision: str) -> Evidence:
+    ratios = {name: runs.ratio(precision, attribute) for name, attribute in RATIOS.items()}
+    return Evidence(precision, tuple(runs.pairs(precision)), _judge(runs, precision, runs.metric), ratios)
+
+
+def _judge(runs: Runs, precision: str, metric: str) -> Verdict:
+    """Judge the pairs of a precision in one metric."""
+    pairs, plan = [*runs.pairs(precision)], runs.plan
+    names = plan.named(REFERENCE), plan.named(precision), f"rows of {runs.split}"
+    question = Question(metric, plan.margin, *names)
+    theirs = [runs.scored(pair.theirs, metric) for pair in pairs]
+    ours = [runs.scored(pair.ours, metric) for pair in pairs]
+    return judge(question, theirs, ours, runs.facts(question))
+
+
+def _collapsed_runs(
+    runs: Runs, evidence: Iterable[Evidence]
+) -> Iterator[tuple[TrialRecord, int, float | None]]:
+    """The collapsed runs of all precisions, once each.
+
+    Each comes with the trial of its configuration in the search and its score (None: it has no score).
+    """
+    shown = set()
+    for one in evidence:
+        collapses = one.verdict.collapses
+        for pair in one.pairs:
+            for run in (pair.ours, pair.theirs):
+                score = runs.scored(run, runs.metric)
+                is_far = score and collapses and score.value < collapses.middle
+                if run.number not in shown and (score is None or is_far):
+                    shown.add(run.number)
+                    configuration = runs.plan.configurations[pair.configuration].trial
+                    yield run, configuration, score.value if score else None
+
+
+def _next_plan(plan: ComparisonConfig, evidence: Iterable[Evidence]) -> ComparisonConfig | None:
+    """Give more seeds to every precision with an open verdict. None: there is none."""
     more = {
-        one.precision: min(messages.next_look(plan.num_seeds[one.precision]), plan.max_seeds)
-        for one in answers
+        one.precision: min(messages.next_num_seeds(plan.num_seeds[one.precision]), plan.max_seeds)
+        for one in evidence
         if one.is_open and plan.num_seeds[one.precision] < plan.max_seeds
     }
     if not more:
         return None
-    of_reference = max(plan.num_seeds[REFERENCE], *more.values())
-    return plan.model_copy(update={"num_seeds": {**plan.num_seeds, **more, REFERENCE: of_reference}})
+    num_reference = max(plan.num_seeds[REFERENCE], *more.values())
+    return plan.model_copy(update={"num_seeds": {**plan.num_seeds, **more, REFERENCE: num_reference}})
 
 
-def _as_json(runs: Runs, answer: Answer) -> dict[str, Any]:
-    found = answer.verdict
-    collapses = found.collapses
-    return {
-        "precision": answer.precision,
-        "name": runs.plan.named(answer.precision),
+def _as_json(runs: Runs, one: Evidence) -> dict[str, Any]:
+    verdict, collapses = one.verdict, one.verdict.collapses
+    row = {
+        "precision": one.precision,
+        "name": runs.plan.named(one.precision),
         "metric": runs.metric,
-        "unit": found.unit,
-        "verdict": found.verdict,
-        **_numbers(found),
-        "num_runs": found.num_runs,
-        "num_seeds": runs.plan.num_seeds.get(answer.precision, 0),
-        "row_bound": found.row_bound,
+        "unit": verdict.unit,
+        "verdict": verdict.verdict,
+        **_numbers(verdict),
+        "num_runs": verdict.num_runs,
+        "num_seeds": runs.plan.num_seeds.get(one.precision, 0),
+        "row_bound": verdict.row_bound,
         "num_collapsed": collapses.num_collapsed if collapses else None,
         "collapse_share": collapses.possible_share if collapses else None,
-        "reason": found.reason,
-        "sentence": messages.verdict(answer, runs),
-        **_ratios_json(answer),
-        # The metric of a single task describes, and decides nothing.
-        "tasks": {
-            metric: _numbers(verdict_of(runs, answer.precision, metric)) for metric in runs.task_metrics
-        },
+        "reason": verdict.reason,
+        "sentence": messages.verdict(verdict, one.precision, runs),
     }
+    for name, ratio in one.ratios.items():
+        row[name] = ratio and ratio.ratio
+        row |= {f"{name}_low": ratio and ratio.low, f"{name}_high": ratio and ratio.high}
+    # The metric of a single task describes, and decides nothing.
+    row["tasks"] = {metric: _numbers(_judge(runs, one.precision, metric)) for metric in runs.task_metrics}
+    return row
 
 
-def _ratios_json(answer: Answer) -> dict[str, float | None]:
-    cells: dict[str, float | None] = {}
-    for name, ratio in answer.ratios.items():
-        ends = (None, None, None) if ratio is None else (ratio.ratio, ratio.low, ratio.high)
-        cells |= zip((name, f"{name}_low", f"{name}_high"), ends, strict=True)
-    return cells
-
-
-def _numbers(found: Verdict) -> dict[str, float]:
+def _numbers(verdict: Verdict) -> dict[str, float]:
     return {
-        "difference": found.difference,
-        "low": found.interval[0],
-        "high": found.interval[1],
-        "fp32": found.reference_median,
-        "baseline": found.baseline,
-        "num_rows": found.labelled_rows,
+        "difference": verdict.difference,
+        "low": verdict.interval[0],
+        "high": verdict.interval[1],
+        "fp32": verdict.reference_median,
+        "baseline": verdict.baseline,
+        "num_rows": verdict.labelled_rows,
     }

@@ -1,7 +1,7 @@
-"""The runs of a comparison, in pairs: one configuration with one seed, under a precision and under fp32.
+"""Runs of a comparison, in pairs: one configuration with one seed, under a precision and under fp32.
 
-A run that failed by a bug or the machine, whose fault lies in the model or the data, or that fell back to
-another precision, says nothing about the precision. Its pair is left out. A run that became NaN counts.
+A run is no evidence about its precision after a bug, a fault of the machine, the model or the data, or a
+fallback to another precision. Its pair does not count. A run that became NaN counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hpo.compare.planning import effective
+from hpo.compare.planning import effective_value
 from hpo.config.comparison import REFERENCE, Arm
 from hpo.config.study_config import StudyConfig
 from hpo.evaluation.contributions import Scored, Statistics, scored
@@ -26,25 +26,27 @@ from hpo.tasks.kind import Task
 from hpo.trial.objectives import quality_objective
 
 STORED_BYTES = "stored_bytes"
-"""What the weights take, or the optimiser's moments, by what is compared."""
+"""Size of the weights, or of the optimiser's moments, by the compared setting."""
 _NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED, Outcome.INVALID)
 """A bug or the infrastructure, a device that lacks the precision, a fault that fp32 has too."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The runs of one configuration and seed."""
+    """Runs of one configuration and seed."""
 
     ours: TrialRecord
     theirs: TrialRecord
     configuration: int
-    """Its place in the plan."""
+    """Index in the plan."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A geometric mean over pairs, with the interval that holds at every look (None: too few pairs), or of
-    what is no measurement, as bytes that are stored, with the least and the largest."""
+    """Geometric mean over pairs, with an interval that holds after every round (None: too few pairs).
+
+    Stored bytes are exact, so they have the smallest and the largest ratio.
+    """
 
     ratio: float
     low: float | None
@@ -52,11 +54,12 @@ class Ratio:
 
 
 class Runs:
-    """The trials of a comparison that have ended.
+    """Ended trials of a comparison.
 
     Args:
-        study: the comparison, of which `record` is.
-        statistics: what the rows say of each trial, by its number.
+        record: record of the comparison.
+        study: the comparison.
+        statistics: statistics of the rows, by the number of the trial.
     """
 
     def __init__(
@@ -94,32 +97,29 @@ class Runs:
         return self._scored[key]
 
     def facts(self, question: Question) -> Facts | None:
-        """The facts about a metric from the first scored run, of fp32 where it has one."""
+        """Return the facts about a metric from the first scored run, of fp32 if possible."""
         ended = sorted(self._trials.values(), key=lambda one: one.params[self.plan.setting] != REFERENCE)
         known = (self._statistics.get(one.number) for one in ended if self.scored(one, question.metric))
         first = next((one for one in known if one), None)
         return facts_of(first, question) if first else None
 
-    def says_nothing(self, trial: TrialRecord) -> bool:
-        """Whether a trial tells nothing of the precision that it was to have."""
-        ran = effective(trial, self.plan.setting)
-        return trial.outcome in _NO_EVIDENCE or ran not in (None, trial.params[self.plan.setting])
+    def is_evidence(self, trial: TrialRecord) -> bool:
+        """Return whether a trial counts for its requested precision."""
+        effective = effective_value(trial, self.plan.setting)
+        return trial.outcome not in _NO_EVIDENCE and effective in (None, trial.params[self.plan.setting])
 
     def pairs(self, precision: str) -> Iterator[Pair]:
-        """All whose two trials have ended and tell something, seed by seed."""
+        """Yield the pairs of ended trials that are evidence, seed by seed."""
         num_seeds = min(self.plan.num_seeds.get(name, 0) for name in (precision, REFERENCE))
         for index in range(num_seeds):
             for configuration in range(len(self.plan.configurations)):
                 both = [self.trial((configuration, name), index) for name in (precision, REFERENCE)]
                 ours, theirs = both
-                if ours and theirs and not (self.says_nothing(ours) or self.says_nothing(theirs)):
+                if ours and theirs and self.is_evidence(ours) and self.is_evidence(theirs):
                     yield Pair(ours, theirs, configuration)
 
     def ratio(self, precision: str, attribute: str) -> Ratio | None:
-        """Return a measured quantity relative to fp32; None where no pair measured it.
-
-        All trials of a comparison run on one kind of device.
-        """
+        """Return a measured quantity relative to fp32; None if no pair measured it."""
         logs: list[float] = []
         for pair in self.pairs(precision):
             ours, theirs = (self._measured(one, attribute) for one in (pair.ours, pair.theirs))
@@ -130,10 +130,7 @@ class Runs:
         return _range(np.array(logs)) if attribute == STORED_BYTES else _ratio(np.array(logs))
 
     def _measured(self, trial: TrialRecord, attribute: str) -> float | None:
-        """A measurement of a complete trial. None: it has none, or shared its device.
-
-        `stored_bytes` are the bytes of the weights, or of the moments.
-        """
+        """A measurement of a complete trial. None: it has none, or shared its device."""
         value = trial.attributes.get(attribute)
         if attribute == STORED_BYTES:
             facts = trial.telemetry.get(self.plan.setting) or {}

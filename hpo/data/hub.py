@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from pydantic import ValidationError
 
-from hpo.config.data_config import CsvConfig, HubConfig, SourceConfig
+from hpo.config.data_config import HubConfig, SourceConfig
 from hpo.data.sources import SPLITS, Reader, csv_reader
 from hpo.data.tables import Row, Table, TaskConfigs
 from hpo.errors import DataError, did_you_mean, shorten
@@ -24,7 +23,7 @@ from hpo.errors import DataError, did_you_mean, shorten
 _logger = logging.getLogger("hpo.data")
 
 _CSV_OPTIONS = {"sep", "delimiter", "encoding", "keep_default_na", "na_filter", "engine", "chunksize"}
-"""Readable options of a card for csv files; the last four change nothing here."""
+"""Options of a card that change nothing here: `data.csv` or the files give delimiter and encoding."""
 
 
 def hub_readers(config: SourceConfig, hub: HubConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -33,7 +32,7 @@ def hub_readers(config: SourceConfig, hub: HubConfig, tasks: TaskConfigs) -> dic
     try:
         builder = datasets.load_dataset_builder(hub.name, hub.config, revision=hub.revision)
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs an error and raises it too
-        form = _csv_form(config, builder)
+        _check_csv(config, builder)
         files = _csv_files(builder) if builder.name == "csv" else None
         loaded: Any = files or datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
     except DataError:
@@ -52,7 +51,7 @@ def hub_readers(config: SourceConfig, hub: HubConfig, tasks: TaskConfigs) -> dic
             class_names = _class_names(builder.info.features if files else loaded[name].features)
             table = Table(f"{hub.name}[{name}]", split, config.columns, tasks, class_names)
             if files:
-                readers[split] = csv_reader(files[name], form, table)
+                readers[split] = csv_reader(files[name], config.csv, table)
             else:
                 readers[split] = Reader(table.name, partial(_hub_rows, loaded[name], table))
         elif split in splits or split == "train":
@@ -63,35 +62,23 @@ def hub_readers(config: SourceConfig, hub: HubConfig, tasks: TaskConfigs) -> dic
     return readers
 
 
-def _csv_form(config: SourceConfig, builder: Any) -> CsvConfig:
-    """Return `data.csv`, with the delimiter and the encoding of the data set's card as defaults.
-
-    Raises DataError if `data.csv` does not fit the files, or the card has other options.
-    """
-    form = config.csv
+def _check_csv(config: SourceConfig, builder: Any) -> None:
+    """Raise DataError for `data.csv` without csv files, or options of the data set's card."""
     if builder.name != "csv":
-        if config.is_default("csv"):
-            return form
+        if not config.is_default("csv"):
+            raise DataError(
+                f"data.csv: is read with csv files, but the files are {builder.name}. Leave `data.csv` out."
+            )
+        return
+    ours = {"name", "version", "data_dir", "data_files", "description", "features", *_CSV_OPTIONS}
+    options = ((one.name, getattr(builder.config, one.name), one.default) for one in fields(builder.config))
+    other = [f"`{key}: {value!r}`" for key, value, default in options if key not in ours and value != default]
+    if other:
         raise DataError(
-            f"data.csv: is read with csv files, but the files are {builder.name}. Leave `data.csv` out."
+            "data.hub.name: the data set's card has options of csv that are not supported: "
+            f"{shorten(', '.join(other), 200)}. Download the files, write them without these options, and "
+            "use `source: csv`."
         )
-    ours = {"name", "version", "data_dir", "data_files", "description", "features"}
-    defaults = {one.name: one.default for one in fields(builder.config) if one.name not in ours}
-    given = {key: value for key in defaults if (value := getattr(builder.config, key)) != defaults[key]}
-    refused = [option for option in given if option not in _CSV_OPTIONS]
-    for option, key in (("sep", "delimiter"), ("encoding", "encoding")):
-        if option in given and getattr(form, key) is None:
-            try:
-                form = CsvConfig.model_validate({**form.model_dump(), key: given[option]})
-            except ValidationError:
-                refused.append(option)
-    if refused:
-        options = ", ".join(f"`{option}: {shorten(repr(given[option]), 60)}`" for option in refused)
-        raise DataError(
-            f"data.hub.name: the data set's card has options of csv that are not supported: {options}. "
-            "Download the files, write them without these options, and use `source: csv`."
-        )
-    return form
 
 
 def _csv_files(builder: Any) -> dict[str, list[Path]]:

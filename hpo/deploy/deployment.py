@@ -1,15 +1,16 @@
 """Finds the fastest form of a study's best model that is as good as fp32.
 
-    make each form -> score it on validation -> time all in turn -> choose -> score the chosen one on test
+    build each form -> score it on validation -> time all in turn -> choose -> score the chosen one on test
 
 Validation chooses. The test split is used once, and a form that is worse there is not deployed. A form that
-cannot be made, scored in time or timed is left out with the reason.
+cannot be built, scored in time or timed is left out with the reason.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,12 +19,10 @@ import torch
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.data.token_cache import load_tokenized
-from hpo.deploy.artifacts import NAMES, REFERENCE, artifacts_of
-from hpo.deploy.judging import judge_form, limit
-from hpo.deploy.making import Workshop, weight_bytes
+from hpo.deploy.accuracy import judge_form, limit, split_statistics
+from hpo.deploy.artifacts import NAMES, REFERENCE, ArtifactBuilder, possible_forms, weight_bytes
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged
-from hpo.deploy.scoring import depends_on_batch, split_statistics
-from hpo.deploy.timing import BATCH_SIZES, Effort, Rows, batches_untold, rows_of, time_in_turn, timing
+from hpo.deploy.timing import BATCH_SIZES, Rows, TimingBudget, rows_of, time_in_turn, timing
 from hpo.device import DeviceInfo
 from hpo.errors import HpoError, Preempted, RunError
 from hpo.evaluation.contributions import Statistics
@@ -41,77 +40,68 @@ _LIBRARIES = ("torch", "transformers", "onnxruntime")
 
 @dataclass(frozen=True)
 class DeploymentRequest:
-    """What is asked for."""
+    """The forms to try, and the rule to choose by."""
 
     names: tuple[str, ...] = NAMES
-    """Of the artifacts; fp32 is always there."""
+    """Forms to try; fp32 is always there."""
     max_drop: float = 1.0
-    """More is refused: in points, of mae and rmse in the labels' units."""
+    """Limit of the loss, in points; in the labels' units for mae and rmse."""
     batch_size: int = 1
-    """That whose latency decides, one of `timing.BATCH_SIZES`."""
+    """Texts in a batch whose latency decides, one of `timing.BATCH_SIZES`."""
     has_test: bool = True
-    """Whether the test split has labels for the objective."""
-    effort: Effort = field(default_factory=Effort)
-    ends: Callable[[], str] = lambda: ""
-    """Why no further form is begun, and the timing is short; empty: go on."""
+    """True if the test split has labels for the objective."""
+    budget: TimingBudget = field(default_factory=TimingBudget)
+    stop_reason: Callable[[], str] = lambda: ""
+    """Why to begin no other form and to cut the timing short. Empty: go on."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One of the best trials, exported to a folder."""
-
-    trial: int
-    exported: Path
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a deployment is made, and what it is made for."""
+class DeployTarget:
+    """The device that forms are built for, and the folders to use."""
 
     device: DeviceInfo
     folder: Path
-    """Gets a folder for each artifact, of its name."""
+    """Gets a subfolder for each form, by name."""
     token_cache: Path
 
 
 def deploy(
-    study: StudyConfig, data: DataSet, candidate: Candidate, request: DeploymentRequest, place: Place
+    study: StudyConfig, data: DataSet, exported: Path, request: DeploymentRequest, target: DeployTarget
 ) -> Deployment:
-    """Make, score and time the forms of the `candidate`, and choose.
+    """Build, score and time the forms of the model in `exported`, and choose one.
 
-    Uses as many threads as PyTorch has. Raises RunError where the model cannot be scored in fp32, what ends
-    its timing in fp32, and Preempted where it is to end before fp32 is scored.
+    Uses PyTorch's number of threads. Raises RunError if fp32 cannot be scored or timed, and Preempted if the
+    search stops before fp32 is scored.
     """
-    run = _Run(study, data, candidate, request, place)
+    run = _Run(study, data, exported, request, target)
     run.score_all()
     run.time_all()
     return run.result()
 
 
 class _Run:
-    """A deployment under way."""
+    """State of a deployment."""
 
     def __init__(
         self,
         study: StudyConfig,
         data: DataSet,
-        candidate: Candidate,
+        exported: Path,
         request: DeploymentRequest,
-        place: Place,
+        target: DeployTarget,
     ) -> None:
-        self._study, self._data, self._request, self._place = study, data, request, place
-        self._trial, self._exported = candidate.trial, candidate.exported
+        self._study, self._data, self._request, self._target = study, data, request, target
+        self._provenance = read_metadata(exported)["provenance"]
         self._metric = quality_objective(study.objective).metric
-        self._artifacts, self._left_out = artifacts_of(place.device, request.names)
+        self._names, self._left_out = possible_forms(target.device, request.names)
         self._limit = limit(self._question("a form", CHOSEN_BY), data, CHOSEN_BY)
-        if self._limit and len(self._artifacts) > 1:
+        if self._limit and len(self._names) > 1:
             _logger.warning("No form can be shown to be as good. %s", self._limit)
-        self._workshop = Workshop(
-            candidate.exported,
-            place.folder,
-            data.splits["train"],
-            place.device.torch_device,
-            trusted=study.model.trust_remote_code,
+        self._builder = ArtifactBuilder(
+            exported,
+            target.folder,
+            target.device.torch_device,
+            trust_remote_code=study.model.trust_remote_code,
         )
         self._references: dict[str, Statistics] = {}
         self._forms: dict[str, DeployedArtifact] = {}
@@ -119,71 +109,64 @@ class _Run:
         self._num_rounds = 0
 
     def _question(self, form: str, split: str) -> Question:
-        return Question(self._metric, self._request.max_drop, "fp32", form, f"rows of {split}")
+        return Question(self._metric, self._request.max_drop, REFERENCE, form, f"rows of {split}")
 
     def score_all(self) -> None:
-        for artifact in self._artifacts:
+        for name in self._names:
             try:
-                self._leave_if_asked()
-                _logger.info("making and scoring %s", artifact.name)
-                self._models[artifact.name] = self._workshop.load(artifact)
-                self._forms[artifact.name] = DeployedArtifact(
-                    artifact.name,
-                    self._judged(artifact.name, CHOSEN_BY),
-                    weight_bytes(self._workshop.make(artifact)),
-                )
+                self._check_stop()
+                _logger.info("making and scoring %s", name)
+                self._models[name] = self._builder.load(name)
+                judged = self._judge(name, CHOSEN_BY)
+                self._forms[name] = DeployedArtifact(name, judged, weight_bytes(self._builder.build(name)))
             except HpoError as error:
-                if artifact == REFERENCE:
+                if name == REFERENCE:
                     raise
-                self._left_out[artifact.name] = str(error)
+                self._left_out[name] = str(error)
 
-    def _leave_if_asked(self) -> None:
-        if reason := self._request.ends():
+    def _check_stop(self) -> None:
+        if reason := self._request.stop_reason():
             raise Preempted(f"not scored, because {reason}.")
 
-    def _reference(self, split: str) -> Statistics:
-        """The statistics of fp32 on a split. Raises RunError where its logits are not finite."""
+    def _judge(self, name: str, split: str) -> Judged:
         if split not in self._references:
-            found = self._statistics(REFERENCE.name, split)
-            if found is None:
-                raise RunError(
-                    f"the logits of trial {self._trial} are not finite in fp32, so nothing compares."
-                )
-            self._references[split] = found
-        return self._references[split]
+            fp32 = self._statistics(REFERENCE, split)
+            if fp32 is None:
+                number = self._provenance["trial"]
+                raise RunError(f"the logits of trial {number} are not finite in fp32, so nothing compares.")
+            self._references[split] = fp32
+        reference = self._references[split]
+        statistics = reference if name == REFERENCE else self._statistics(name, split)
+        return judge_form(self._question(name, split), statistics, reference)
 
     def _statistics(self, name: str, split: str) -> Statistics | None:
-        model, cache = self._models[name], self._place.token_cache
-        tokens = load_tokenized(self._data, split, model.tokenizer, model.settings.windowing, cache)
-        on_batch = self._leave_if_asked if split == CHOSEN_BY else lambda: None
+        model = self._models[name]
+        tokens = load_tokenized(
+            self._data, split, model.tokenizer, model.settings.windowing, self._target.token_cache
+        )
+        on_batch = self._check_stop if split == CHOSEN_BY else lambda: None
         return split_statistics(model, tokens, on_batch)
 
-    def _judged(self, name: str, split: str) -> Judged:
-        reference = self._reference(split)
-        found = reference if name == REFERENCE.name else self._statistics(name, split)
-        return judge_form(self._question(name, split), found, reference)
-
     def time_all(self) -> None:
-        """Time all forms in turn, the not finite ones left out. One that fails there is left out, too."""
+        """Time the forms with finite logits in turn, and leave out those that fail."""
         rows = rows_of(self._data.splits[CHOSEN_BY])
         finite = [name for name, form in self._forms.items() if form.judged.score is not None]
         failed: dict[str, HpoError] = {}
         for size in BATCH_SIZES:
             _logger.info("timing %d forms, %d text%s a batch", len(finite), size, "s" * (size > 1))
             predict = {name: self._predict(name, failed) for name in finite if name not in failed}
-            with batches_untold():
-                seconds = time_in_turn(predict, rows, size, self._request.effort, self._request.ends)
+            with _muted_inference():
+                seconds = time_in_turn(predict, rows, size, self._request.budget, self._request.stop_reason)
+            self._num_rounds = len(seconds[REFERENCE])
             for name in predict.keys() - failed.keys():
-                timed = timing(seconds[name], seconds[REFERENCE.name])
-                self._num_rounds = len(seconds[name])
-                form = self._forms[name]
+                form, timed = self._forms[name], timing(seconds[name], seconds[REFERENCE])
                 self._forms[name] = replace(form, timings={**form.timings, size: timed})
         for name, error in failed.items():
             self._left_out[name] = f"it failed while it was timed: {error}"
             del self._forms[name]
 
     def _predict(self, name: str, failed: dict[str, HpoError]) -> Callable[[Rows], object]:
-        """What is timed of a form; it does nothing more once it has failed. fp32 raises."""
+        """Return the call to time. After an error of a form, its call does nothing; fp32 raises."""
 
         def predict(rows: Rows) -> None:
             if name in failed:
@@ -191,30 +174,28 @@ class _Run:
             try:
                 self._models[name].predict(rows)
             except HpoError as error:
-                if name == REFERENCE.name:
+                if name == REFERENCE:
                     raise
                 failed[name] = error
 
         return predict
 
     def result(self) -> Deployment:
-        """The forms, and the fastest of those that are as good."""
-        request, device = self._request, self._place.device
-        question = self._question("", CHOSEN_BY)
-        allowed = [name for name, form in self._forms.items() if form.judged.verdict == "as_good"]
-        fastest = min(allowed, key=self._latency, default=REFERENCE.name)
-        chosen, test, notes = fastest, None, self._notes()
+        request, device = self._request, self._target.device
+        as_good = [name for name, form in self._forms.items() if form.judged.verdict == "as_good"]
+        chosen = min(as_good, key=self._latency, default=REFERENCE)
+        test, notes = None, self._notes()
         if request.has_test:
-            test = self._confirmed(fastest)
+            test = self._confirm(chosen)
             if test.judged.verdict == "worse":
-                chosen, test = REFERENCE.name, self._confirmed(REFERENCE.name)
-                notes.insert(0, f"{fastest} was chosen, but it is worse on test, so fp32 is deployed.")
+                notes.insert(0, f"{chosen} was chosen, but it is worse on test, so fp32 is deployed.")
+                chosen, test = REFERENCE, self._confirm(REFERENCE)
         return Deployment(
             study=self._study.name,
-            trial=self._trial,
-            num_examples=self._forms[REFERENCE.name].judged.num_rows,
-            objective=question.metric,
-            unit=question.unit,
+            trial=self._provenance["trial"],
+            num_examples=self._forms[REFERENCE].judged.num_rows,
+            objective=self._metric,
+            unit=self._question("", CHOSEN_BY).unit,
             max_drop=request.max_drop,
             batch_size=request.batch_size,
             num_threads=torch.get_num_threads(),
@@ -230,26 +211,26 @@ class _Run:
     def _latency(self, name: str) -> float:
         return self._forms[name].timings[self._request.batch_size].p50_ms
 
-    def _confirmed(self, name: str) -> Confirmation:
-        fp32_score = self._judged(REFERENCE.name, CONFIRMED_BY).score
+    def _confirm(self, name: str) -> Confirmation:
+        fp32_score = self._judge(REFERENCE, CONFIRMED_BY).score
         assert fp32_score is not None
-        judged = self._judged(name, CONFIRMED_BY)
+        judged = self._judge(name, CONFIRMED_BY)
         return Confirmation(judged.num_rows, fp32_score, judged)
 
     def _notes(self) -> list[str]:
-        others = len(self._forms) - 1
-        chance = min(100.0, 100 * ALPHA * others)
-        asked = self._question("", CHOSEN_BY)
-        several = f", and any of {others} with at most {chance:.3g} %" if others > 1 else ""
-        error = (
-            f"A form that loses {asked.margin:g} {asked.unit} or more on new rows is called as good with a "
-            f"probability of at most {100 * ALPHA:g} %{several}."
-        )
-        limits = [f"No form can be shown to be as good. {self._limit}"] if self._limit else []
-        notes = [*limits, error] if others else []
-        if self._num_rounds < self._request.effort.rounds:
-            notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
-        base = read_metadata(self._exported)["provenance"]["settings"].get("base_precision", "fp32")
+        notes = []
+        if others := len(self._forms) - 1:
+            question, percent = self._question("", CHOSEN_BY), 100 * ALPHA
+            any_form = f", and any of {others} with at most {min(100.0, percent * others):.3g} %"
+            if self._limit:
+                notes.append(f"No form can be shown to be as good. {self._limit}")
+            notes.append(
+                f"A form that loses {question.margin:g} {question.unit} or more on new rows is called as "
+                f"good with a probability of at most {percent:g} %{any_form if others > 1 else ''}."
+            )
+        if self._num_rounds < self._request.budget.rounds:
+            notes.append(f"Timed in {self._num_rounds} of {self._request.budget.rounds} rounds.")
+        base = self._provenance["settings"].get("base_precision", "fp32")
         if base != "fp32":
             notes.append(
                 f"The weights under the adapter were {base} in training. Every form has them decoded, with "
@@ -257,9 +238,21 @@ class _Run:
             )
         if not self._request.has_test:
             notes.append("No test split has labels, so only the rows that chose the form speak for it.")
-        if any(depends_on_batch(self._models[name]) for name in self._forms):
+        if any(self._models[name].precision == "int8" for name in self._forms):
             notes.append(
-                "Dynamic int8 takes its ranges from each batch, so the other texts of a batch change its "
-                "probabilities. Its score is that of texts predicted alone."
+                "int8 takes the ranges of activations from each batch, so the other texts of a batch change "
+                "its probabilities. Its score is that of texts predicted alone."
             )
         return notes
+
+
+@contextmanager
+def _muted_inference() -> Iterator[None]:
+    """Hide the warnings about cut texts, which `predict` repeats in each batch."""
+    logger = logging.getLogger("hpo.inference")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

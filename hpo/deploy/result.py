@@ -15,7 +15,7 @@ from hpo.json_safe import json_safe
 
 @dataclass(frozen=True)
 class TaskDrop:
-    """The primary metric of a task, and what was lost of it, in points."""
+    """Primary metric of a task and its loss against fp32, in points."""
 
     metric: str
     value: Interval
@@ -24,20 +24,20 @@ class TaskDrop:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a form is worth on a split."""
+    """Score of a form on a split, and the verdict on it."""
 
     verdict: VerdictName
     reason: str
-    """Why it is not as good, or not known to be."""
+    """Sentence about a form that is not as good."""
     score: Interval | None = None
-    """The objective; None: its logits are not finite."""
+    """Value of the objective. None: a logit is not finite."""
     drop: Interval | None = None
-    """What it has lost of fp32's, in `Deployment.unit`; below 0 it has gained."""
+    """Loss against fp32 in `Deployment.unit`; below 0 the form is better."""
     tasks: Mapping[str, TaskDrop] = field(default_factory=dict)
     baseline: float = math.nan
-    """Score of the best constant prediction, in `Deployment.unit`; higher is better."""
+    """Score of the best constant prediction in `Deployment.unit`; higher is better."""
     num_rows: int = 0
-    """Rows that are labelled for the objective."""
+    """Rows with labels for the objective."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class DeployedArtifact:
     judged: Judged
     weight_bytes: int
     timings: Mapping[int, Timing] = field(default_factory=dict)
-    """By the number of texts in a batch."""
+    """Timing for each number of texts in a batch."""
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What the test split, which chose nothing, says of the form that validation chose."""
+    """Verdict of the test split on the chosen form."""
 
     num_examples: int
     fp32_score: Interval
@@ -62,35 +62,35 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Deployment:
-    """The forms of a model, and the one to use."""
+    """The forms of a model, and the chosen one."""
 
     study: str
     trial: int
     num_examples: int
-    """Rows of validation that are labelled for the objective."""
+    """Rows of validation with labels for the objective."""
     objective: str
     unit: str
-    """Of drops: `points` (hundredths), or `label units`."""
+    """Unit of drops: `points` (hundredths), or `label units`."""
     max_drop: float
     batch_size: int
-    """That by whose latency the fastest is chosen."""
+    """Texts in a batch whose latency decides."""
     num_threads: int
     device: Mapping[str, Any]
     versions: Mapping[str, str]
     artifacts: tuple[DeployedArtifact, ...]
     chosen: int
-    """Index in `artifacts` of the fastest that is as good on validation, and not worse on test."""
+    """Index in `artifacts` of the fastest form that is as good on validation and not worse on test."""
     test: Confirmation | None
-    """None: there is no test split with labels."""
+    """None: no test split has labels."""
     left_out: Mapping[str, str]
-    """Forms that are not there, with the reason."""
+    """Reason for each form that is missing."""
     notes: tuple[str, ...] = ()
-    """Whole sentences that limit what the numbers say."""
+    """Sentences that limit the meaning of the numbers."""
 
     @property
     def best(self) -> DeployedArtifact:
         return self.artifacts[self.chosen]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain containers; times in milliseconds, sizes in bytes."""
+        """Return plain containers; times in milliseconds, sizes in bytes."""
         return dict(json_safe(asdict(self)))

@@ -1,16 +1,13 @@
-"""The latency of `TrainedModel.predict` for several artifacts: texts in, predictions out.
+"""The latency of `TrainedModel.predict` for several forms: texts in, predictions out.
 
-Other programs slow down whatever runs at that moment, so the artifacts take turns on the same texts. The
-first call of a turn does not count. The speed-up is the ratio of the medians of all rounds, with its range
-over the rounds.
+Other programs slow down a machine at times, so the forms take turns on the same texts. The first call of a
+turn does not count. The speed-up is the ratio of the medians of all rounds, with its range over the rounds.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +19,22 @@ BATCH_SIZES = (1, 32)
 
 Rows = Sequence[str | Mapping[str, Any]]
 Predict = Callable[[Rows], object]
+Seconds = list[list[float]]
+"""Seconds of each call, by round."""
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much is timed."""
+class TimingBudget:
+    """Amount of timing."""
 
     rounds: int = 10
     seconds: float = 120.0
-    """For each batch size; where that is too short, turns have fewer calls, at least two."""
+    """Time for each batch size. If it is short, a turn has fewer calls, at least two."""
 
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """How many times faster than the reference; the bounds are the smallest and largest of the rounds."""
+    """Speed relative to the reference. The bounds are the smallest and largest ratio of a round."""
 
     ratio: float
     low: float
@@ -44,47 +43,44 @@ class SpeedUp:
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one artifact at one batch size, in milliseconds a batch."""
+    """Latency of one form at one batch size, in milliseconds a batch."""
 
     p50_ms: float
     p99_ms: float
     num_calls: int
-    """Of few calls the 99th percentile is about the slowest."""
     speed_up: SpeedUp
 
 
-Seconds = list[list[float]]
-"""Of each round, those of each call."""
-
-
 def time_in_turn(
-    artifacts: Mapping[str, Predict],
+    forms: Mapping[str, Predict],
     rows: Rows,
     batch_size: int,
-    effort: Effort,
-    ends: Callable[[], object] = lambda: False,
+    budget: TimingBudget,
+    should_stop: Callable[[], object] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Seconds]:
-    """Seconds of `effort.rounds` turns of each artifact, all on the same batches of `rows`, over and over; of
-    those until `ends`, at least one."""
-    slowest = sum(_seconds(predict, _batch(rows, batch_size, 0), clock) for predict in artifacts.values())
+    """Time each form on the same batches of `rows`, round after round.
+
+    Stops after a round if `should_stop`. Rounds begin with another form each.
+    """
+    slowest = sum(_seconds(predict, _batch(rows, batch_size, 0), clock) for predict in forms.values())
     most = 20 if batch_size == 1 else 5
-    calls = int(min(max(effort.seconds / (effort.rounds * max(slowest, 1e-9)) - 1, 2), most))
-    keys = list(artifacts)
-    seconds_of: dict[str, Seconds] = {key: [] for key in keys}
-    for turn in range(effort.rounds):
-        if turn and ends():
+    calls = int(min(max(budget.seconds / (budget.rounds * max(slowest, 1e-9)) - 1, 2), most))
+    names = list(forms)
+    seconds: dict[str, Seconds] = {name: [] for name in names}
+    for turn in range(budget.rounds):
+        if turn and should_stop():
             break
-        first = turn % len(keys)
+        first = turn % len(names)
         batches = [_batch(rows, batch_size, turn * calls + call) for call in range(calls)]
-        for key in keys[first:] + keys[:first]:
-            artifacts[key](batches[0])
-            seconds_of[key].append([_seconds(artifacts[key], batch, clock) for batch in batches])
-    return seconds_of
+        for name in names[first:] + names[:first]:
+            forms[name](batches[0])
+            seconds[name].append([_seconds(forms[name], batch, clock) for batch in batches])
+    return seconds
 
 
 def timing(seconds: Seconds, reference: Seconds) -> Timing:
-    """The latency, and the speed-up over `reference`, which was timed in the same rounds."""
+    """Return the latency, and the speed-up over a reference that was timed in the same rounds."""
     own, others = np.array(seconds), np.array(reference)
     ratios = np.median(others, axis=1) / np.median(own, axis=1)
     p50, p99 = np.percentile(own, [50, 99])
@@ -97,22 +93,11 @@ def timing(seconds: Seconds, reference: Seconds) -> Timing:
 
 
 def rows_of(examples: Sequence[Example]) -> Rows:
+    """Return examples as the rows that `TrainedModel.predict` takes."""
     return [
         {"text": example.text} | ({"segments": dict(example.segments)} if example.segments else {})
         for example in examples
     ]
-
-
-@contextmanager
-def batches_untold() -> Iterator[None]:
-    """Keep `predict` from telling of each batch that it cut texts."""
-    logger = logging.getLogger("hpo.inference")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _batch(rows: Rows, batch_size: int, index: int) -> Rows:

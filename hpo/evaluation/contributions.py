@@ -23,18 +23,18 @@ from hpo.tasks.kind import Task, is_error, kind_of
 from hpo.training.metrics import RowStatistics, primary_mean, row_statistics
 
 Statistics = Mapping[str, RowStatistics]
-"""One run on one split, by task."""
+"""Statistics of one run on one split, by task."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The score of one run on the labelled rows of a split."""
+    """Score of one run on the labelled rows of a split."""
 
     value: float
     rows_N: Array
     """Contributions of the labelled rows; their mean is `value`."""
     row_bound: float
-    """Largest change of `value` that one row can cause, times N; infinite where it is unknown."""
+    """Largest change of `value` by one row, times N; infinite if unknown."""
 
     @property
     def standard_error(self) -> float:
@@ -42,18 +42,18 @@ class Scored:
 
 
 def unit_of(metric: str) -> str:
-    """The unit of differences in a metric: `points`, hundredths, or `label units`."""
+    """Return the unit of differences in a metric: `points` (hundredths) or `label units`."""
     return "label units" if is_error(metric) else "points"
 
 
 def metrics_by_task(statistics: Statistics, metric: str) -> dict[str, str]:
-    """The metric of each task that `metric` consists of: `score`, or `<task>/<metric>`."""
+    """Return the metric of each task in `metric`: `score`, or `<task>/<metric>`."""
     task, _, name = metric.rpartition("/")
     return {task: name} if task else {name: of.task.primary_metric for name, of in statistics.items()}
 
 
 def perfect_statistics(tasks: Sequence[Task], examples: Sequence[Example]) -> Statistics:
-    """The statistics of predictions that are all right, to know what a split allows in advance."""
+    """Return the statistics of right predictions, for facts about a split before any run."""
     kinds = {task.name: kind_of(task) for task in tasks}
     return {
         task.name: row_statistics(
@@ -94,22 +94,22 @@ def _bounded(of: RowStatistics) -> RowStatistics:
 
 
 def _counted(value: Any, metric: str) -> Any:
-    """An r2 below 0 counts as 0 in `score` (`primary_mean`)."""
+    """Raise an r2 below 0 to 0 in `score` (`primary_mean`)."""
     return value if "/" in metric else np.maximum(value, 0)
 
 
 def _deviations(of: RowStatistics, name: str, value: Any, metric: str) -> Array:
-    """The pseudo-value of each row less the metric, [N]; 0 where the metric of the others is undefined."""
+    """Pseudo-value of each row less the metric, [N]; 0 where the metric of the others is undefined."""
     without_N = _counted(of.scores_without_each()[name], metric)
     deviations_N = (of.num_rows - 1) * (_counted(value, metric) - without_N)
     return np.asarray(np.where(np.isfinite(deviations_N), deviations_N, 0.0))
 
 
 def constant_predictions(statistics: Statistics, metric: str) -> Statistics | None:
-    """The best constant prediction for each task of a metric, which any model has to beat.
+    """Return the best constant prediction for each task of a metric.
 
-    `statistics` come from any predictions for the same rows. None: a task has no constant prediction, as for
-    a kind of the user's own code.
+    `statistics` come from any predictions for the same rows. None: a task has no constant prediction, for
+    example with a kind of the user's own code.
     """
     constant: dict[str, RowStatistics] = {}
     for task, name in metrics_by_task(statistics, metric).items():
@@ -122,9 +122,9 @@ def constant_predictions(statistics: Statistics, metric: str) -> Statistics | No
 
 
 def baselines(statistics: Statistics) -> dict[str, float]:
-    """The value of each metric for its best constant prediction, by `<task>/<metric>`, and of `score`.
+    """Return the value of each metric for its best constant prediction, by `<task>/<metric>`, and of `score`.
 
-    Left out are metrics without a constant prediction, and `score` if the primary metric of a task has none.
+    Metrics without a constant prediction are missing, and so is `score` if a primary metric has none.
     """
     by_task: dict[str, dict[str, float]] = {name: {} for name, of in statistics.items() if of.num_rows}
     for name, values in by_task.items():
@@ -139,10 +139,10 @@ def baselines(statistics: Statistics) -> dict[str, float]:
 
 
 def shuffled_value(statistics: Statistics, metric: str) -> float:
-    """The expected score of the same predictions for other rows, in random order: -inf where it is unknown.
+    """Return the expected score of the same predictions in random order; -inf if unknown.
 
-    A model that learned only how frequent the classes are has this score. It may exceed that of a constant
-    prediction in `f1_macro`.
+    A model that learned only the frequencies of the classes has this score. In `f1_macro` it may exceed the
+    score of a constant prediction.
     """
     values = []
     for task, name in metrics_by_task(statistics, metric).items():
@@ -159,9 +159,9 @@ def shuffled_value(statistics: Statistics, metric: str) -> float:
 
 
 def rare_classes(statistics: Statistics, metric: str, margin: float) -> dict[str, int]:
-    """Classes that have too few labelled rows for the margin, in a metric that is a mean over classes.
+    """Return the classes with too few labelled rows for the margin, in a metric that is a mean over classes.
 
-    A class of n rows can lose about 4 / n of its F1 unseen, and a class without rows all of it.
+    A class of n rows can lose about 4 / n of its F1 unnoticed, and a class without rows all of it.
     """
     names = metrics_by_task(statistics, metric)
     rare: dict[str, int] = {}

@@ -10,7 +10,7 @@ the half width of the interval is sqrt(w^2 + (z se)^2):
   2310.03722). With n runs and a statistic t, its odds against a mean are (1 + n g)^(-1/2) ((1 + t^2/(n-1)) /
   (1 + t^2/((n-1)(1 + n g))))^(n/2). The interval holds the means against which the odds are below
   1 / (2 `ALPHA`). With one run on each side the question is about these two models, and w is 0.
-- se belongs to the rows: the jackknife of the mean difference. All looks share the rows.
+- se belongs to the rows: the jackknife of the mean difference. All runs share the rows.
 
 A loss in few rows is far from Gaussian, since a sample may lack these rows entirely. So the interval also
 reaches to the `mean_bound` of the rows on both sides. It assumes only that a row changes the metric by at
@@ -60,10 +60,10 @@ def decide(
     Args:
         differences_R: differences of the runs' scores, higher is better.
         rows_N: contributions of the rows to the mean difference; their mean is that of `differences_R`.
-        margin: a smaller loss does not count.
-        row_bound: largest change of the metric that a row can cause, times N. A larger change that was
-            seen takes its place. Infinite: unknown, so the interval is infinite too.
-        step: the smallest change of a score, so that runs that agree do not prove that none differs.
+        margin: losses below this do not count.
+        row_bound: largest change of the metric by one row, times N. A larger observed change replaces it.
+            Infinite: unknown, so the interval is infinite too.
+        step: smallest change of a score: equal runs do not prove that none differs.
 
     Returns:
         The mean, its interval, and `as_good` if the whole interval lies above -margin, `worse` if it lies
@@ -85,8 +85,8 @@ def decide(
 def mean_interval(values_R: Array, rows_N: Array, *, row_bound: float) -> tuple[float, float, float]:
     """Return the mean score over runs with its 95 % interval over new runs and new rows.
 
-    There is one look, so the runs have Student's t. The rows add in squares, and the interval reaches to the
-    bounds of their mean as in `decide`.
+    The number of runs is fixed, so they have Student's t. The rows add in squares, and the interval reaches
+    to the bounds of their mean as in `decide`.
 
     Args:
         values_R: scores of the runs.
@@ -115,7 +115,7 @@ def _row_bounds(rows_N: Array, row_bound: float) -> tuple[float, float]:
 
 
 def interval(differences_R: Array, rows_N: Array, step: float = 0.0) -> tuple[float, float]:
-    """Bounds of the mean difference over new runs and new rows, without the floor."""
+    """Return the bounds of the mean difference over new runs and new rows, without the bounds of the rows."""
     mean, num_rows = float(differences_R.mean()), len(rows_N)
     of_rows = Z * float(rows_N.std(ddof=1)) / math.sqrt(num_rows) if num_rows > 1 else math.inf
     of_runs = half_width(differences_R, step) if len(differences_R) > 1 else 0.0
@@ -124,7 +124,7 @@ def interval(differences_R: Array, rows_N: Array, step: float = 0.0) -> tuple[fl
 
 
 def half_width(values_R: Array, step: float = 0.0) -> float:
-    """Half width of the confidence sequence for the mean, after all values."""
+    """Return the half width of the confidence sequence for the mean, after all values."""
     num = len(values_R)
     if num < 2:
         return math.inf
@@ -137,7 +137,7 @@ def half_width(values_R: Array, step: float = 0.0) -> float:
 
 
 def mean_bound(values_N: Array, largest_loss: float) -> float:
-    """A lower bound of the mean of values that are at least `-largest_loss`, of level `ALPHA`.
+    """Return a lower bound of level `ALPHA` for the mean of values of at least `-largest_loss`.
 
     The bound is the `ALPHA` quantile of the mean under random Dirichlet(1, ..., 1) weights of the values and
     of one more value, `-largest_loss` (Gaffke, Math. Methods of Statistics 14, 2005; Learned-Miller & Thomas,
@@ -157,7 +157,7 @@ def mean_bound(values_N: Array, largest_loss: float) -> float:
 
 
 def _probability_below(mean: float, values: Array, counts: NDArray[np.intp]) -> float:
-    """The probability that the Dirichlet mean of values from 0 to 1 is at most `mean`.
+    """Probability that the Dirichlet mean of values from 0 to 1 is at most `mean`.
 
     The mean is at most m if sum_j (v_j - m) G_j <= 0 for gamma variables G_j: its saddlepoint approximation
     (Lugannani & Rice, Advances in Applied Probability 12, 1980), with a relative error below 1 %.
@@ -177,21 +177,21 @@ def _probability_below(mean: float, values: Array, counts: NDArray[np.intp]) -> 
 
 
 def excludable_loss(row_bound: float, num_rows: int) -> float:
-    """The smallest loss that so many rows can exclude, if all of them agree."""
+    """Return the smallest loss that so many rows can exclude, if all of them agree."""
     if not (num_rows and math.isfinite(row_bound)):
         return math.inf
     return row_bound * -math.expm1(math.log(ALPHA) / num_rows)
 
 
 def rows_needed(row_bound: float, margin: float) -> int:
-    """The number of rows that can exclude a loss of the margin, if all of them agree."""
+    """Return the number of rows that can exclude a loss of the margin, if all of them agree."""
     return math.ceil(math.log(ALPHA) / math.log1p(-margin / row_bound)) if margin < row_bound else 1
 
 
 def collapse_share(num_runs: int, num_collapsed: int = 0) -> float:
-    """The largest share of runs that may collapse, after so many (Clopper & Pearson, exact, one-sided 95 %).
+    """Return the largest possible share of collapsing runs (Clopper & Pearson, exact, one-sided 95 %).
 
-    If none has collapsed, it is 1 - 0.05^(1/n).
+    Without a collapse it is 1 - 0.05^(1/n).
     """
     if num_collapsed >= num_runs:
         return 1.0

@@ -9,13 +9,12 @@ Introduction to the Bootstrap, 1993, chapter 13): the examples are drawn with re
 computed from each resample. All tasks have the same resamples.
 
 A bootstrap interval is too narrow if few rows differ: it has no width if all rows are right. So each end is
-at least as far from the value as `excludable_loss`, the loss that so many rows cannot exclude, as far as the
-range of the metric allows. It assumes that an error of a regression is at most the range of the labels.
-There is no interval if that loss is unknown, as for a metric of the study's own code, and all resamples
-agree.
+at least `excludable_loss` from the value, the loss that so many rows cannot exclude, within the range of the
+metric. An error of a regression is assumed to be at most the range of the labels. There is no interval if
+that loss is unknown, for example for a metric of own code, and all resamples agree.
 
-`f1_macro` is the mean over the classes that are true in the split. A class that is missing in a resample
-keeps its F1 of the whole. In simulations of 400 rows, with three common classes and three of about 3, 5, 10
+`f1_macro` is the mean over the classes that occur in the split. A class that is missing in a resample keeps
+its F1 of the whole split. In simulations of 400 rows, with three common classes and three of about 3, 5, 10
 and 20 rows, 100, 100, 97 and 94 % of the intervals covered `f1_macro` of the population.
 """
 
@@ -38,25 +37,25 @@ NUM_RESAMPLES = 1000
 LEVEL = 0.95
 _SEED = 0
 _WEIGHTS_AT_ONCE = 2**23
-"""This many weights of 8 bytes are in memory at a time."""
+"""Largest number of weights of 8 bytes in memory at a time."""
 
 Samples = NDArray[np.float64]
-"""The values of one metric in the resamples, [B]; NaN: it is not defined."""
+"""Values of one metric in the resamples, [B]; NaN: undefined."""
 
 
 @dataclass(frozen=True)
 class MetricIntervals:
-    """The intervals of all metrics of all tasks."""
+    """Intervals of all metrics of all tasks."""
 
     score: Interval | None
-    """The mean of the tasks' primary metrics; None if no task has one."""
+    """Mean of the tasks' primary metrics; None if no task has one."""
     tasks: Mapping[str, Mapping[str, Interval]]
 
 
 def metric_intervals(
     statistics: Mapping[str, RowStatistics], *, num_resamples: int = NUM_RESAMPLES
 ) -> MetricIntervals:
-    """The intervals of the tasks' metrics on one split, from statistics by task."""
+    """Return the intervals of the tasks' metrics on one split, from statistics by task."""
     tasks = [of.task for of in statistics.values()]
     values = {name: of.scores() for name, of in statistics.items()}
     samples = _samples(statistics, values, num_resamples)
@@ -79,7 +78,7 @@ def metric_intervals(
 def _samples(
     statistics: Mapping[str, RowStatistics], values: Mapping[str, Mapping[str, float]], num_resamples: int
 ) -> dict[str, dict[str, Samples]]:
-    """The metrics that have a value, in the resamples. These depend on the number of examples alone."""
+    """The defined metrics in the resamples. These depend on the number of examples alone."""
     samples = {name: {metric: np.full(num_resamples, np.nan) for metric in of} for name, of in values.items()}
     num_examples = max((of.num_examples for of in statistics.values()), default=0)
     first = 0
@@ -95,7 +94,7 @@ def _samples(
 
 
 def _resamples(num_examples: int, num_resamples: int) -> Iterator[NDArray[np.float64]]:
-    """Count how often each example was drawn, in pieces of [num_resamples, num_examples]."""
+    """Count the draws of each example, in pieces of [num_resamples, num_examples]."""
     if not num_examples:
         return
     rng = np.random.default_rng(_SEED)
@@ -129,7 +128,7 @@ def _interval(
 
 
 def _loss(of: RowStatistics, metric: str) -> float:
-    """The smallest loss of a metric that the rows can exclude, if all of them agree."""
+    """Smallest loss of a metric that the rows can exclude, if all of them agree."""
     kind = kind_of(of.task)
     loss = excludable_loss(kind.row_bound(metric, of.counts_NC, kind.bounded(of.values_N)), of.num_rows)
     if metric != "f1_macro" or math.isinf(loss):

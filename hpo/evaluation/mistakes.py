@@ -1,7 +1,7 @@
-"""The rows that a model got wrong, the worst first: where to look at texts and truths.
+"""The wrong rows of a model, the worst first.
 
-How bad a row is: -log of the probability of the true class (single_label), the sum of the classes' binary
-cross-entropies (multi_label), the absolute error (regression), or the missed and the spurious spans together.
+The loss of a row is -log of the probability of the true class (single_label), the sum of the classes' binary
+cross-entropies (multi_label), the absolute error (regression), or the number of missed and spurious spans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpo.tasks.spans import SpanKind
 MAX_MISTAKES = 20
 MAX_CHARACTERS = 1000
 _BEFORE = 200
-"""Characters of a long text that are shown before its first wrong span."""
+"""Characters of a long text before its first wrong span."""
 
 
 def worst_mistakes(
@@ -30,7 +30,7 @@ def worst_mistakes(
     probabilities_NC: NDArray[np.float64] | None,
     limit: int = MAX_MISTAKES,
 ) -> tuple[Mistake, ...]:
-    """At most `limit` wrong rows of the annotated `examples`; of equal loss the earlier one first.
+    """Return at most `limit` wrong rows of the labelled `examples`; of equal loss, the earlier one first.
 
     `probabilities_NC` are those of single_label and multi_label.
     """
@@ -45,21 +45,20 @@ def _mistake(kind: Kind, predicted: Any, example: Example, loss: float) -> Mista
     if not isinstance(kind, SpanKind):
         truth: Any = example.labels[kind.task.name]
         if kind.is_list:  # both in the order of the task's classes
-            truth, predicted = ([c for c in kind.task.labels if c in side] for side in (truth, predicted))
+            truth, predicted = ([c for c in kind.task.labels if c in names] for names in (truth, predicted))
         return Mistake(example.id, example.text[:MAX_CHARACTERS], truth, predicted, loss)
     spans = [kind.shown_spans(example), set(predicted)]
-    first = 0
-    if max(end for side in spans for _, _, end in side) > MAX_CHARACTERS:
-        first_wrong = min(start for _, start, _ in spans[0] ^ spans[1])
+    wrong, first = spans[0] ^ spans[1], 0
+    if max(end for group in spans for _, _, end in group) > MAX_CHARACTERS:
+        first_wrong = min(start for _, start, _ in wrong)
         first = max(0, min(first_wrong - _BEFORE, len(example.text) - MAX_CHARACTERS))
     text = example.text[first : first + MAX_CHARACTERS]
-    wrong = spans[0] ^ spans[1]
     outside = sum(start < first or end > first + len(text) for _, start, end in wrong)
-    truth, predicted = (_shown(side, first, len(text)) for side in spans)
+    truth, predicted = (_in_excerpt(group, first, len(text)) for group in spans)
     return Mistake(example.id, text, truth, predicted, loss, first, outside)
 
 
-def _shown(spans: set[Span], first: int, length: int) -> list[list[Any]]:
-    """Spans as they lie in the part of the text from `first` on, cut at its ends."""
+def _in_excerpt(spans: set[Span], first: int, length: int) -> list[list[Any]]:
+    """Spans relative to the excerpt of the text from `first` on, cut at its ends."""
     inside = [(max(0, start - first), min(length, end - first), name) for name, start, end in spans]
     return [[name, start, end] for start, end, name in sorted(inside) if start < end]

@@ -18,7 +18,7 @@ from hpo.training.metrics import row_statistics
 
 
 class _Spaces(str):
-    """A text without words, of any length: the spans are known, and their texts are not."""
+    """A text of any length, in place of the unknown text of known spans."""
 
     def __getitem__(self, index: Any) -> str:
         return " "
@@ -26,11 +26,10 @@ class _Spaces(str):
 
 _SPACES = _Spaces()
 Run = Sequence[Any] | None
-"""A prediction for each row. None: the run has none, for example since it ended in NaN."""
-
+"""A prediction for each row. None: the run has none, for example because it ended in NaN."""
 _NAME = "predictions"
-_OF_SPANS = ("span_f1", "f1_macro")
-"""The metrics of spans that need no text."""
+_TEXTLESS_METRICS = ("span_f1", "f1_macro")
+"""Metrics of spans that need no text."""
 
 
 def compare_predictions(
@@ -47,59 +46,50 @@ def compare_predictions(
     new rows of this kind. With one run on each side it is about these two models on new rows.
 
     Args:
-        task: a task as under `data.tasks` of a study file: `kind`, `classes` or `span_names`, and
-            `primary_metric`, by which the sides are compared. Classes that are left out are those of the
-            truths.
-        truths: one entry per row, as in a row's labels: a class, a list of classes, or a number. For a kind
+        task: a task as in `data.tasks` of a study file: `kind`, `classes` or `span_names`, and
+            `primary_metric`, the metric of the comparison. Default classes are those of the truths.
+        truths: one entry per row, like a row's labels: a class, a list of classes, or a number. For a kind
             of spans: `{name: [[start, end], ...]}`. None: the row is not labelled.
         reference: runs of the reference. A run is a list of predictions in the form of the truths, or None
-            if it has no predictions. A run whose metric is undefined, for example by NaN, has no score.
+            if it has no predictions. A run with an undefined metric, for example from NaN, has no score.
         other: runs of the other model. Runs pair by position, as by seed.
-        margin: a smaller loss does not count. In points (hundredths), for `mae` and `rmse` in the units of
+        margin: losses below this do not count. In points (hundredths), for `mae` and `rmse` in the units of
             the labels.
 
     Returns:
         `verdict` is `as_good`, `worse` or `not_shown`. `interval` has the bounds of the difference, other
-        minus reference, higher is better. `labelled_rows` counts the rows that have a truth. `row_bound` is
-        the largest change of the metric by one row, times the labelled rows. `sentence` is for people.
+        minus reference, higher is better. `labelled_rows` counts the rows with a truth. `row_bound` is the
+        largest change of the metric by one row, times the labelled rows. `sentence` is for people.
 
     Raises:
-        InputError: a value is not as above.
+        InputError: an argument has another form.
     """
-    truths, reference = _plain("truths", truths), _plain("reference", reference)
-    other, limit = _plain("other", other), margin.item() if hasattr(margin, "item") else margin
+    truths, limit = _plain("truths", truths), margin.item() if hasattr(margin, "item") else margin
+    sides = {"reference": _plain("reference", reference), "other": _plain("other", other)}
     if type(limit) not in (int, float) or not 0 < limit < math.inf:
         raise InputError(f"margin: must be a positive number, but got {show(margin)}.")
     if all(truth is None for truth in truths):
         raise InputError("truths: at least one row must be labelled, but got none.")
-    made = _task(task, truths)
-    if len(reference) != len(other) or not other:
+    if len(sides["reference"]) != len(sides["other"]) or not sides["other"]:
         raise InputError(
             "reference, other: must have the same number of runs, at least one, but got "
-            f"{len(reference)} and {len(other)}."
+            f"{len(sides['reference'])} and {len(sides['other'])}."
         )
-    kind = kind_of(made)
-    labelled = frozenset([_NAME])
-    examples = [
-        Example(str(row), _SPACES, *_truth(kind, truth, f"truths[{row}]"), annotated=labelled)
-        if truth is not None
-        else Example(str(row), _SPACES, {}, {})
-        for row, truth in enumerate(truths)
-    ]
-    sides = {"reference": reference, "other": other}
+    kind = kind_of(_task(task, truths))
+    examples = [_example(kind, row, truth) for row, truth in enumerate(truths)]
     statistics = {
-        side: [_statistics(kind, run, examples, f"{side}[{place}]") for place, run in enumerate(runs)]
+        side: [_statistics(kind, run, examples, f"{side}[{index}]") for index, run in enumerate(runs)]
         for side, runs in sides.items()
     }
-    metric = f"{_NAME}/{made.primary_metric}"
-    question = Question(metric, float(limit), name=made.primary_metric)
-    runs = {side: [scored(run, metric) if run else None for run in of] for side, of in statistics.items()}
-    facts = (facts_of(run, question) for side in statistics.values() for run in side if run)
+    metric = f"{_NAME}/{kind.task.primary_metric}"
+    question = Question(metric, float(limit), name=kind.task.primary_metric)
+    runs = {side: [scored(run, metric) if run else None for run in runs] for side, runs in statistics.items()}
+    facts = (facts_of(run, question) for runs in statistics.values() for run in runs if run)
     return judge(question, runs["reference"], runs["other"], next((one for one in facts if one), None))
 
 
 def _plain(where: str, values: Any) -> list[Any]:
-    """A list of Python's own values, as arrays give by `tolist`."""
+    """A list of plain Python values; arrays have `tolist`."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(plain, list | tuple):
         raise InputError(f"{where}: must be a list, but got {show(values)}.")
@@ -119,26 +109,28 @@ def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
                 raise InputError(f"truths: classes must be strings, but got {show(others[0])}.")
             config = config.model_copy(update={"classes": tuple(sorted(classes))})
         primary, plain = config.primary_metric, config.model_copy(update={"primary_metric": None})
-        if config.evidence_for:  # which names another task
+        if config.evidence_for:  # the name of another task
             task = Task(_NAME, config.kind, config.span_names or config.classes or ())
         else:
             task = make_tasks({_NAME: plain}, "task")[0]
     except (InputError, TypeError) as error:
         raise InputError(str(error)) from None
-    known = [name for name in task.metrics if not kind.in_spans or name in _OF_SPANS]
+    known = [name for name in task.metrics if not kind.in_spans or name in _TEXTLESS_METRICS]
     if primary in (None, *known):
         return replace(task, primary=primary)
     raise InputError(f"task: primary_metric: {one_of(known, primary)}")
 
 
-def _truth(kind: Kind, truth: Any, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The labels and spans of a row."""
+def _example(kind: Kind, row: int, truth: Any) -> Example:
+    if truth is None:
+        return Example(str(row), _SPACES, {}, {})
+    where, labelled = f"truths[{row}]", frozenset([_NAME])
     if not kind.in_spans:
-        return {_NAME: _label(kind, truth, where)}, {}
+        return Example(str(row), _SPACES, {_NAME: _label(kind, truth, where)}, {}, annotated=labelled)
     spans: dict[str, Any] = {}
     for name, start, end in _spans(kind.task, truth, where):
         spans.setdefault(name, []).append((start, end))
-    return {}, spans
+    return Example(str(row), _SPACES, {}, spans, annotated=labelled)
 
 
 def _label(kind: Kind, value: Any, where: str) -> Any:
@@ -169,18 +161,13 @@ def _statistics(kind: Kind, run: Run, examples: Sequence[Example], where: str) -
     run = _plain(where, run)
     if len(run) != len(examples):
         raise InputError(f"{where}: must have {len(examples)} predictions, one per row, but got {len(run)}.")
-    if not _are_known(kind, run):
+    is_class = kind.has_classes and not kind.is_list
+    if not (is_class and set(map(type, run)) == {str} and set(run) <= {*kind.task.labels}):  # the fast case
         run = [
             _prediction(kind, value, f"{where}[{row}]") if example.annotated else value
             for row, (value, example) in enumerate(zip(run, examples, strict=True))
         ]
     return {_NAME: row_statistics(kind.task, run, examples)}
-
-
-def _are_known(kind: Kind, values: Sequence[Any]) -> bool:
-    """Whether all values are classes of a task with one class per row."""
-    is_class = kind.has_classes and not kind.is_list
-    return is_class and all(type(value) is str for value in values) and set(values) <= {*kind.task.labels}
 
 
 def _prediction(kind: Kind, value: Any, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""The stored record of a detailed evaluation of one model on one split."""
+"""Stored record of a detailed evaluation of one model on one split."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hpo.json_safe import json_safe
 from hpo.tasks.options import DecodingThresholds
 
 VERSION = 2
-"""Of the form of the record."""
+"""Version of the form of the record."""
 DECIDED_ON = "validation"
-"""The split on which a trial chooses its thresholds."""
+"""Split on which a trial chooses its thresholds."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The value of a metric, and the ends of its interval; None: they are unknown."""
+    """Value of a metric, and the ends of its interval; None: they are unknown."""
 
     value: float
     low: float | None
@@ -37,49 +37,47 @@ class ClassFigures:
     recall: float | None
     f1: float | None
     support: int
-    """Rows, or spans, that are truly of this class."""
+    """Rows, or spans, of this class in the truth."""
     num_predicted: int
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """single_label: the confusion matrix. multi_label: in how many rows class `true` holds and class
-    `predicted` is predicted."""
+    """Confusion matrix of single_label; of multi_label, pairs of classes true and predicted in one row."""
 
     labels: tuple[str, ...]
     counts: tuple[tuple[int, int, int], ...]
-    """(true, predicted, rows), the first two as indices of `labels`, of pairs that occur."""
+    """(true, predicted, rows) of the pairs that occur, the first two as indices of `labels`."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One row that is wrong."""
+    """One wrong row."""
 
     id: str
     text: str
-    """At most 1,000 characters: the beginning, or for spans the part in which the first wrong one is."""
+    """At most 1,000 characters: the beginning, or for spans the part with the first wrong one."""
     truth: Any
     """A class, a list of classes, a number, or a list of [name, start, end] in `text`."""
     predicted: Any
     loss: float
     text_start: int = 0
-    """Where `text` begins in the text of the row, in characters."""
+    """Position of `text` in the text of the row, in characters."""
     num_outside: int = 0
-    """Wrong spans, of the truth or predicted, that do not lie in `text` as a whole."""
+    """Number of wrong spans, true or predicted, that are not wholly in `text`."""
 
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """One task; what its kind does not have is empty or None."""
+    """One task. Parts that its kind does not have are empty or None."""
 
     kind: str
     num_rows: int
-    """Rows that are annotated for the task."""
+    """Labelled rows."""
     metrics: Mapping[str, Interval]
     threshold: float | None
-    """Of multi_label and span_per_label: what has a probability above it is predicted."""
+    """Smallest predicted probability of multi_label and span_per_label."""
     decisions: DecodingThresholds
-    """All that predictions were made with; a kind uses what it needs."""
     classes: tuple[ClassFigures, ...]
     confusion: Confusion | None
     worst: tuple[Mistake, ...]
@@ -88,40 +86,38 @@ class TaskEvaluation:
 
 @dataclass(frozen=True)
 class DetailedEvaluation:
-    """What a model's predictions on one split tell."""
+    """Evaluation of a model's predictions on one split."""
 
     version: int
     split: str
     num_examples: int
     decided_on: str
-    """The split on which the thresholds were chosen."""
+    """Split on which the thresholds were chosen."""
     num_resamples: int
     level: float
-    """Of the intervals; see `hpo.evaluation.intervals`."""
+    """Level of the intervals; see `hpo.evaluation.intervals`."""
     score: Interval | None
-    """The mean of the tasks' primary metrics."""
+    """Mean of the tasks' primary metrics."""
     baseline: Mapping[str, float]
-    """`hpo.evaluation.contributions.baselines`: the best constant predictions on this split."""
+    """Best constant predictions on this split (`hpo.evaluation.contributions.baselines`)."""
     tasks: Mapping[str, TaskEvaluation]
 
     def as_json(self) -> dict[str, Any]:
-        """The record in plain containers; it holds no NaN."""
+        """Return the record in plain containers, without NaN."""
         return dict(json_safe(asdict(self)))
 
     @classmethod
     def from_json(cls, content: Any) -> DetailedEvaluation:
-        """Undo `as_json`. Raises DataError for what is no such record, or one of another version."""
-        if not isinstance(content, Mapping) or content.get("version") != VERSION:
-            version = content.get("version") if isinstance(content, Mapping) else None
-            came = "has none" if version is None else f"has {version!r}"
-            raise DataError(f"a detailed evaluation must have the version {VERSION}, but this one {came}.")
+        """Undo `as_json`. Raises DataError for an incomplete record or another version."""
+        version = content.get("version") if isinstance(content, Mapping) else None
+        if version != VERSION:
+            raise DataError(f"a detailed evaluation must have the version {VERSION}, but got {version!r}.")
         try:
             return _adapter().validate_python(content)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            problem = f"{where}: {first['msg']}" if where else first["msg"]
-            raise DataError(f"this is no whole detailed evaluation: {problem}.") from error
+            raise DataError(f"this is no whole detailed evaluation: {where}: {first['msg']}.") from error
 
 
 def read_document(content: Any) -> Mapping[str, Any]:

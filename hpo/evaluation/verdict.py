@@ -1,7 +1,7 @@
-"""The verdict on one side against a reference: the same for training runs, deployed forms and predictions.
+"""Verdict on a model against a reference, for training runs, deployed forms and predictions.
 
-`as_good`, `worse` or `not_shown`, each with the sentence that people read. Both sides are treated alike: a
-run without a score counts as the baseline, the best constant prediction, whichever side it is on.
+The verdict is `as_good`, `worse` or `not_shown`, with a sentence for people. Both sides are treated alike: a
+run without a score counts as the baseline, the best constant prediction.
 """
 
 from __future__ import annotations
@@ -35,27 +35,24 @@ from hpo.tasks.example import Example
 from hpo.tasks.kind import Task, is_error, kind_of
 
 _NAMES_SHOWN = 5
-_EXAMPLE = 20.0
-"""Points that a run loses in the example of a condition."""
+_LOST_POINTS = 20.0
+"""Loss of a run in the condition of a verdict, if there is no baseline."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and the names that sentences use."""
+    """A comparison in one metric, and the names in its sentences."""
 
     metric: str
     """`score`, or `<task>/<metric>`."""
     margin: float
-    """A smaller loss does not count; in `unit`."""
+    """Losses below this do not count; in `unit`."""
     reference: str = "the reference"
-    other: str = "the other model"
+    other: str = "The other model"
     rows: str = "rows"
-    """What the labelled rows are: `rows of test`."""
+    """Name of the labelled rows: `rows of test`."""
     name: str = ""
     """Name of the metric in sentences; empty: `metric`."""
-
-    is_brief: bool = False
-    """Whether the losses that the rows cannot exclude were stated in full before."""
 
     @property
     def shown(self) -> str:
@@ -68,58 +65,48 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What the labels of a split tell about a metric, whatever the other side predicts."""
+    """Facts about a metric from the labels of a split, for any predictions of the other side."""
 
-    labelled: Mapping[str, int]
-    """Labelled rows by task."""
     num_rows: int
     """Rows that are labelled for any task of the metric."""
     row_bound: float
-    """Largest change of the metric that one row can cause, times `num_rows`."""
+    """Largest change of the metric by one row, times `num_rows`."""
     baseline: Scored | None
-    """The best constant prediction. None: the task has none."""
+    """Best constant prediction. None: a task has none."""
     chance: float
     """Expected score of the same predictions in random order."""
     rare: Mapping[str, int]
     """Classes with too few labelled rows for the margin, with the number of rows."""
     assumptions: tuple[str, ...] = ()
-    """Sentences that limit what a verdict says."""
+    """Sentences that limit the meaning of a verdict."""
 
     @property
     def excludable(self) -> float:
-        """The smallest loss that the rows can exclude, if all of them agree."""
+        """Smallest loss that the rows can exclude, if all of them agree."""
         return excludable_loss(self.row_bound, self.num_rows)
 
     def limit(self, question: Question) -> str:
-        """State the losses that the rows cannot exclude, and the rows that the margin takes if it is one."""
+        """State the losses that the rows cannot exclude, and the number of rows for the margin."""
         if math.isinf(self.row_bound):
-            return f"By how much one row can change {question.shown} is unknown, so no loss can be excluded."
-        rows = ", ".join(f"{num:,} of {task}" for task, num in self.labelled.items())
-        of_tasks = f" ({rows})" if len({*self.labelled.values()}) > 1 else ""
+            return f"The effect of one row on {question.shown} is unknown, so no loss can be excluded."
         least = math.ceil(100 * self.excludable) / 100
-        with_rows = f"With {self.num_rows:,} labelled {question.rows}{of_tasks}"
-        if math.isinf(question.margin):
-            known = min(least, 100.0) if question.unit == "points" else least
-            return f"{with_rows}, a score is known to {known:g} {question.unit} at best."
-        is_any = question.unit == "points" and least >= 100
-        losses = "no loss" if is_any else f"losses under {least:g} {question.unit}"
-        told = f"{with_rows}, {losses} {'can' if is_any else 'cannot'} be excluded"
-        if question.is_brief:
-            return f"{told}."
-        if self.excludable >= question.margin:
+        text = (
+            f"With {self.num_rows:,} labelled {question.rows}, losses under {least:g} {question.unit} cannot "
+            "be excluded."
+        )
+        if question.margin <= self.excludable:
             num = rows_needed(self.row_bound, question.margin)
-            told += f". A margin of {question.margin:g} needs {num:,} such rows"
+            text += f" A margin of {question.margin:g} needs {num:,} such rows."
         if self.rare:
-            shown = [f"`{name}` ({num})" for name, num in [*self.rare.items()][:_NAMES_SHOWN]]
-            more = f" and {len(self.rare) - _NAMES_SHOWN} more" if len(self.rare) > _NAMES_SHOWN else ""
-            told += f". These classes have too few rows, so their loss is unknown: {', '.join(shown)}{more}"
-        return f"{told}."
+            names = _listed([f"`{name}` ({num})" for name, num in self.rare.items()])
+            text += f" The loss in classes with too few rows is unknown: {names}."
+        return text
 
 
 def label_facts(tasks: Sequence[Task], examples: Sequence[Example], question: Question) -> Facts | None:
-    """The facts from labels alone, as for right predictions. None: the metric has no value on these rows.
+    """Return the facts before any prediction. None: the metric has no value on these rows.
 
-    A row has the least effect on the `rmse` of a poor model, so errors have the bound of the baseline.
+    The effect of a row on an `rmse` is smallest for a poor model, so errors have the bound of the baseline.
     """
     facts = facts_of(perfect_statistics(tasks, examples), question)
     if facts is None or facts.baseline is None or not is_error(question.metric):
@@ -128,13 +115,12 @@ def label_facts(tasks: Sequence[Task], examples: Sequence[Example], question: Qu
 
 
 def facts_of(statistics: Statistics, question: Question) -> Facts | None:
-    """The facts from the predictions of one run of the reference. None: they have no score."""
+    """Return the facts from the predictions of one run of the reference. None: they have no score."""
     run, metric = scored(statistics, question.metric), question.metric
     if run is None:
         return None
     constant = constant_predictions(statistics, metric)
     return Facts(
-        {task: statistics[task].num_rows for task in metrics_by_task(statistics, metric)},
         len(run.rows_N),
         run.row_bound,
         scored(constant, metric) if constant else None,
@@ -145,34 +131,31 @@ def facts_of(statistics: Statistics, question: Question) -> Facts | None:
 
 
 def _assumptions(statistics: Statistics, metric: str) -> Iterator[str]:
-    names = metrics_by_task(statistics, metric)
-    for task, name in names.items():
-        of, of_task = statistics[task], f" of {task}" if len(names) > 1 else ""
-        kind = kind_of(of.task)
+    for name, task_metric in metrics_by_task(statistics, metric).items():
+        task_statistics = statistics[name]
+        kind = kind_of(task_statistics.task)
+        counts = task_statistics.counts_NC, task_statistics.values_N
         if kind.is_number:
-            yield f"An error{of_task} counts as the range of the labels where it is larger."
-        elif (kind.is_list or kind.in_spans) and kind.row_bound(name, of.counts_NC, of.values_N) != 1:
-            yield f"It is assumed that no row has more items{of_task} than one of these rows has."
+            yield f"An error of {name} counts as the range of the labels where it is larger."
+        elif (kind.is_list or kind.in_spans) and kind.row_bound(task_metric, *counts) != 1:
+            yield f"It is assumed that no row of {name} has more items than one of these rows."
 
 
 @dataclass(frozen=True)
 class Collapses:
-    """The runs of both sides that collapsed.
-
-    A run collapsed if it has no score, or a score nearer to the baseline than to the median of the reference.
-    """
+    """Collapsed runs of both sides, without a score or with one nearer to the baseline than to the median."""
 
     num_runs: int
     num_collapsed: int
     num_reference_collapsed: int
     middle: float
-    """A score below it is nearer to the baseline."""
+    """Scores below it are nearer to the baseline."""
     size: float
     """Distance from the median of the reference to the baseline, in the unit of the metric."""
 
     @property
     def possible_share(self) -> float:
-        """The share of collapses that the runs do not exclude."""
+        """Share of collapses that the runs do not exclude."""
         return collapse_share(self.num_runs, self.num_collapsed)
 
 
@@ -184,15 +167,15 @@ class Verdict:
     difference: float
     """Mean over runs, other side minus reference; higher is better. NaN: there is none."""
     interval: tuple[float, float]
-    """In `unit`; each end errs in at most 2.5 % of comparisons, at whichever number of runs they stop."""
+    """In `unit`; each end errs in at most 2.5 % of comparisons, for any rule to stop."""
     num_runs: int
     labelled_rows: int
     row_bound: float
-    """Largest change of the metric that one row can cause, times the number of rows."""
+    """Largest change of the metric by one row, times the number of rows."""
     unit: str
     sentence: str
     reason: str = ""
-    """Why nothing is shown, where more runs would not help."""
+    """Why nothing is shown, if more runs would not help."""
     baseline: float = math.nan
     reference_median: float = math.nan
     collapses: Collapses | None = None
@@ -207,8 +190,11 @@ def judge(
 ) -> Verdict:
     """Judge runs that pair by position; None is a run without a score.
 
-    `facts` come from a run with a score; None: there is no such run. Raises ValueError if the numbers of runs
-    differ.
+    Args:
+        facts: facts of a run with a score; None: there is no such run.
+
+    Raises:
+        ValueError: the numbers of runs differ.
     """
     if len(reference) != len(other):
         raise ValueError(f"runs must pair, but got {len(reference)} and {len(other)}.")
@@ -225,8 +211,8 @@ def judge(
     else:
         decision, bound = _decide(full, question.margin)
         facts = replace(facts, row_bound=bound)
-        reason = _why_not_shown(question, known, facts, decision)
-    found = Verdict(
+        reason = _obstacle(question, known, facts, decision)
+    verdict = Verdict(
         "not_shown" if reason else decision.verdict,
         decision.difference,
         (decision.low, decision.high),
@@ -240,7 +226,7 @@ def judge(
         median,
         _collapses(question, reference, other, median, baseline),
     )
-    return replace(found, sentence=_sentence(question, found, facts.assumptions if facts else ()))
+    return replace(verdict, sentence=_sentence(question, verdict, facts.assumptions if facts else ()))
 
 
 def _collapses(
@@ -250,14 +236,14 @@ def _collapses(
     median: float,
     baseline: Scored | None,
 ) -> Collapses | None:
-    """A run halfway to the baseline must have lost more than the margin, or there are no collapses."""
+    """Count collapses, if a run halfway to the baseline has lost more than the margin."""
     if baseline is None or len(other) < 2 or not median - baseline.value > 2 * question.margin:
         return None
     middle = (median + baseline.value) / 2
-    lost, of_reference = (
+    lost, reference_lost = (
         sum(run is None or run.value < middle for run in side) for side in (other, reference)
     )
-    return Collapses(len(other), lost, of_reference, middle, median - baseline.value)
+    return Collapses(len(other), lost, reference_lost, middle, median - baseline.value)
 
 
 def _decide(pairs: Sequence[tuple[Scored, Scored]], margin: float) -> tuple[Decision, float]:
@@ -268,26 +254,73 @@ def _decide(pairs: Sequence[tuple[Scored, Scored]], margin: float) -> tuple[Deci
     return decide(differences_R, rows_N, margin, row_bound=bound, step=step), bound
 
 
-def _why_not_shown(question: Question, reference: Sequence[Scored], facts: Facts, decision: Decision) -> str:
-    """Why nothing is shown with any number of runs; empty: the interval decides."""
+def _obstacle(question: Question, reference: Sequence[Scored], facts: Facts, decision: Decision) -> str:
+    """The reason why no number of runs can show anything; empty: the interval decides."""
     if math.isinf(facts.row_bound):
-        return f"By how much one row can change {question.shown} is unknown"
+        return f"The effect of one row on {question.shown} is unknown"
     median = float(np.median([run.value for run in reference]))
     constant = facts.baseline.value if facts.baseline else -math.inf
     level = max(constant, facts.chance)
     if median - 1.96 * np.median([run.standard_error for run in reference]) <= level:
-        what = "the best constant prediction" if level == constant else "its predictions in random order"
+        easy = "the best constant prediction" if level == constant else "its predictions in random order"
         return (
             f"It is not shown that {question.reference} has learned anything: it has "
-            f"{_number(median, question.unit)} {question.unit}, and {what} {_number(level, question.unit)}"
+            f"{_number(median, question.unit)} {question.unit}, and {easy} {_number(level, question.unit)}"
         )
     absent = [f"`{name}`" for name, num in facts.rare.items() if not num]
     if decision.verdict != "worse" and absent:
-        shown = ", ".join(absent[:_NAMES_SHOWN]) + ", ..." * (len(absent) > _NAMES_SHOWN)
-        return f"No row has the class {shown}, so a loss there is unknown"
+        return f"No row has the class {_listed(absent)}, so a loss there is unknown"
     if decision.verdict != "worse" and facts.excludable >= question.margin:
         return facts.limit(question).removesuffix(".")
     return ""
+
+
+def _sentence(question: Question, verdict: Verdict, assumptions: Sequence[str]) -> str:
+    reference, unit, collapses = question.reference, question.unit, verdict.collapses
+    relation = {
+        "as_good": "is as good as",
+        "worse": "is worse than",
+        "not_shown": "is not shown to be as good as",
+    }
+    text = f"{question.other} {relation[verdict.verdict]} {reference}"
+    if not math.isnan(verdict.difference):
+        low, high = verdict.interval
+        interval = "(too few runs for an interval)"
+        if math.isfinite(low + high):
+            interval = f"[{_number(low, unit, '+')}, {_number(high, unit, '+')}]"
+        elif math.isinf(verdict.row_bound):
+            interval = "(no interval)"
+        text += (
+            f": {question.shown} {_number(verdict.difference, unit, '+')} {interval} {unit}, margin "
+            f"{question.margin:g}; {verdict.num_runs} run{'s' * (verdict.num_runs > 1)}, "
+            f"{verdict.labelled_rows:,} labelled {question.rows}"
+        )
+    parts = [f"{text}.", f"{verdict.reason}." if verdict.reason else ""]
+    if verdict.verdict == "as_good" and verdict.num_runs > 1:
+        parts.append(_condition(question, verdict))
+    if collapses and collapses.num_collapsed + collapses.num_reference_collapsed and not verdict.reason:
+        parts.append(
+            f"{collapses.num_collapsed} of {collapses.num_runs} runs collapsed, and "
+            f"{collapses.num_reference_collapsed} of {reference}."
+        )
+    if verdict.verdict != "not_shown":
+        parts += assumptions
+    return " ".join(filter(None, parts))
+
+
+def _condition(question: Question, verdict: Verdict) -> str:
+    """The share of runs with a large loss that makes `as_good` wrong, and the share that the runs exclude."""
+    collapses = verdict.collapses
+    size = collapses.size if collapses else _LOST_POINTS
+    if not collapses and question.unit != "points":
+        return ""
+    event = "collapse to the baseline, a loss of" if collapses else "lose"
+    share = 100 * min(question.margin / size, 1)
+    possible = 100 * collapse_share(verdict.num_runs, collapses.num_collapsed if collapses else 0)
+    return (
+        f"This holds only if fewer than {share:.2g}% of runs {event} {_number(size, question.unit)} "
+        f"{question.unit}; these {verdict.num_runs} runs exclude no share below {possible:.0f}%."
+    )
 
 
 def _number(value: float, unit: str, sign: str = "") -> str:
@@ -295,47 +328,5 @@ def _number(value: float, unit: str, sign: str = "") -> str:
     return f"{value:{sign}.2f}" if unit == "points" else f"{value:{sign}.3g}"
 
 
-def _sentence(question: Question, found: Verdict, assumptions: Sequence[str]) -> str:
-    reference, other, unit = question.reference, question.other, question.unit
-    capitalized = other[0].upper() + other[1:] if other.startswith("the ") else other
-    told = {
-        "as_good": f"{capitalized} is as good as {reference}",
-        "worse": f"{capitalized} is worse than {reference}",
-        "not_shown": f"It is not shown whether {other} is as good as {reference}",
-    }[found.verdict]
-    if not math.isnan(found.difference):
-        told += f": {question.shown} {_number(found.difference, unit, '+')}"
-        if math.isfinite(found.interval[0] + found.interval[1]):
-            low, high = (_number(end, unit, "+") for end in found.interval)
-            told += f" [{low}, {high}]"
-        runs = f"{found.num_runs} run{'s' * (found.num_runs > 1)}"
-        rows = f"{found.labelled_rows:,} labelled {question.rows}"
-        is_few = math.isinf(found.interval[0]) and math.isfinite(found.row_bound)
-        few = " (too few runs for an interval)" if is_few else ""
-        told += f" {unit}{few}, margin {question.margin:g}; {runs}, {rows}"
-    parts = [told + ".", f"{found.reason}." if found.reason else ""]
-    if found.verdict == "as_good" and found.num_runs > 1:
-        parts.append(_condition(question, found))
-    collapses = found.collapses
-    if collapses and collapses.num_collapsed + collapses.num_reference_collapsed and not found.reason:
-        of_reference = f", and {collapses.num_reference_collapsed} of {reference}"
-        parts.append(f"{collapses.num_collapsed} of {collapses.num_runs} runs collapsed{of_reference}.")
-    if found.verdict != "not_shown":
-        parts += assumptions
-    return " ".join(filter(None, parts))
-
-
-def _condition(question: Question, found: Verdict) -> str:
-    """The losses of few runs under which `as_good` is wrong, and their share that the runs do not exclude."""
-    collapses = found.collapses
-    sizes = {f"{_EXAMPLE:g} {question.unit}": _EXAMPLE} if question.unit == "points" else {}
-    if collapses:
-        size = _number(collapses.size, question.unit)
-        sizes[f"a collapse to the baseline ({size} {question.unit})"] = collapses.size
-    shares = [f"{100 * min(question.margin / size, 1):.2g} % for {name}" for name, size in sizes.items()]
-    examples = f": {' and '.join(shares)}" if shares else ""
-    possible = collapse_share(found.num_runs, collapses.num_collapsed if collapses else 0)
-    return (
-        f"This holds only if fewer than {question.margin:g} / d of the runs lose d {question.unit} more than "
-        f"{question.reference}{examples}. These {found.num_runs} runs do not exclude {100 * possible:.0f} %."
-    )
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)

@@ -1,17 +1,17 @@
 """A trained model in use: texts in, labels, numbers and spans out.
 
-What decides a prediction is that of the trial: how a text is cut into windows, the precision, the thresholds,
-the joining of windows. Nothing of it is written a second time: texts become examples without truth, and go
-through the tokenisation, the batches and the decoding of an evaluation. So a prediction here is the one that
-`hpo best --evaluate` scores.
+Texts become examples without truth and go through the tokenisation, batches and decoding of an evaluation,
+with the trial's windows, precision and thresholds. So `hpo best --evaluate` scores these same predictions.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,7 @@ from hpo.data.examples import RowChecker, problem_list
 from hpo.data.tokenization import tokenize_chunks
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
-from hpo.inference.onnx_network import OnnxNetwork, has_cuda_provider, load_onnx
+from hpo.inference.onnx_network import OnnxNetwork, load_onnx
 from hpo.inference.packed_linear import PackedLinears
 from hpo.models.export import ExportSettings, load_exported, read_metadata
 from hpo.models.model_parts import set_float32_parts
@@ -44,24 +44,25 @@ from hpo.training.decoding import class_probabilities, decode_tasks
 from hpo.training.evaluate import predict_logits
 
 CPU_TOKENS = 512
-"""Tokens of a batch on a CPU in fp32: MiniLM on an EPYC predicts 30 texts/s with 512, 20 with 8192."""
+"""Tokens in a batch on a CPU in fp32: MiniLM on an EPYC predicts 30 texts/s with 512, 20 with 8192."""
+LOG_SECONDS = 10.0
 _logger = logging.getLogger("hpo.inference")
 
 
 @dataclass
 class MultitaskOutput(ModelOutput):
-    """What `TrainedModel.forward` returns."""
+    """Output of `TrainedModel.forward`."""
 
     logits: dict[str, Tensor] | None = None
-    """By task: [batch, classes] of sequence tasks, [batch, tokens, outputs] of token tasks."""
+    """Logits of each task: [batch, classes], or [batch, tokens, outputs] for a token task."""
 
-    def __post_init__(self) -> None:  # that of transformers would take the tasks for its own fields
+    def __post_init__(self) -> None:  # the base class would make the tasks its own fields
         self["logits"] = self.logits
 
 
 @dataclass(frozen=True)
 class PredictedSpan:
-    """A piece of a text: `text[start:end]`, counted in characters, under a name."""
+    """A named piece of a text: `text[start:end]`, in characters."""
 
     name: str
     start: int
@@ -71,22 +72,22 @@ class PredictedSpan:
 
 @dataclass(frozen=True)
 class TaskPrediction:
-    """What the model says of one text for one task; a kind of task fills what it has."""
+    """Prediction for one text and one task."""
 
     label: str | list[str] | float | None = None
     """single_label: a class; multi_label: a list of classes; regression: a number."""
     scores: dict[str, float] = field(default_factory=dict)
     """single_label and multi_label: the probability of each class."""
     spans: list[PredictedSpan] = field(default_factory=list)
-    """The kinds that find spans: those found, in the order of the text."""
+    """Token tasks: the spans, in the order of the text."""
 
 
 Prediction = dict[str, TaskPrediction]
-"""What the model says of one text, by task."""
+"""Predictions for one text, by task."""
 
 
 class TrainedModel(nn.Module):
-    """The model of a trial with its tokenizer, windows, precision and thresholds; `hpo.load` makes it."""
+    """A trial's model with its tokenizer, windows, precision and thresholds. `hpo.load` returns it."""
 
     def __init__(
         self,
@@ -98,42 +99,40 @@ class TrainedModel(nn.Module):
         self.network = network
         self.tokenizer = tokenizer
         self.settings = settings
-        self.decisions = {name: DecodingThresholds(**of) for name, of in settings.decisions.items()}
+        self.decisions = {name: DecodingThresholds(**one) for name, one in settings.decisions.items()}
         self._precision = PRECISIONS["fp32"]
         self._device_info = probe_device("cpu")
         self._packed = PackedLinears()
+        self._amp = AmpConfig(tf32=settings.tf32)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the model was trained for."""
+        """Tasks of the model."""
         return self.network.tasks
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         network = self.network
         return network.device if isinstance(network, OnnxNetwork) else next(network.parameters()).device
 
     @property
     def precision(self) -> str:
-        """The precision that the model computes in now; `int8` of an ONNX model that is quantised."""
+        """Current precision; `int8` for a quantised ONNX model."""
         network = self.network
         return network.settings.precision if isinstance(network, OnnxNetwork) else self._precision.name
 
     def use(self, device: str, precision: str | None = None) -> TrainedModel:
         """Move the model to a device (`auto`, `cpu`, `cuda`, `cuda:1`) and choose the precision there.
 
-        Without `precision` it is that of the trial, or fp32 with a warning where the device lacks it. An ONNX
-        model has one precision, and `auto` is the CPU for it where onnxruntime was built without CUDA.
-        Raises InputError where there is no such device, ModelError where it cannot run the `precision`.
+        The default is the trial's precision, or fp32 with a warning if the device lacks it. An ONNX model has
+        one precision and runs on the CPU. Raises InputError if there is no such device, ModelError if it
+        cannot run the precision.
         """
-        info = _described(device)
+        info = _device_info(device)
         if isinstance(self.network, OnnxNetwork):
             self.network.check_precision(precision)
-            if device == "auto" and info.type == "cuda" and not has_cuda_provider():
-                info = _described("cpu")
-            self._device_info = info
-            return self.to(info.torch_device)
+            return self.to("cpu" if device == "auto" else info.torch_device)
         wanted = _precision_for(info, self.settings.precision, precision)
         if self.settings.base is not None:
             wanted = replace(wanted, frozen=self.settings.base.precision)
@@ -153,11 +152,11 @@ class TrainedModel(nn.Module):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
     ) -> MultitaskOutput:
-        """The logits of one batch of windows, all arguments [batch, tokens] as `tokenizer` makes them.
+        """Compute the logits of one batch of windows; arguments are [batch, tokens] from `tokenizer`.
 
-        Texts longer than the model's windows must be cut before: `predict` does all of it.
+        No text may be longer than a window: `predict` cuts texts itself.
         """
-        with self._flags(), self._mixed_precision().autocast():
+        with backend_flags(self._precision, self._amp), self._mixed_precision().autocast():
             return MultitaskOutput(logits=self.network(input_ids, attention_mask, token_type_ids))
 
     def predict(
@@ -167,14 +166,13 @@ class TrainedModel(nn.Module):
         max_tokens: int | None = None,
         skip_bad_rows: bool = False,
     ) -> list[Prediction]:
-        """What the model says of each text, by task, in the order of `texts`.
+        """Predict each text, in the order of `texts`.
 
-        A text of a model with `pair_segments` is a row of data: `{"text": ..., "segments": {...}}`. Texts of
-        any length are cut as in training; batches hold texts of similar length, at most `max_tokens` tokens
-        with padding (left out: as in the study's evaluations, less on a CPU in fp32). `skip_bad_rows` gives a
-        text that is empty or none the prediction `{}`, with a warning.
+        With `pair_segments`, a text is a row of data: `{"text": ..., "segments": {...}}`. Long texts are cut
+        as in training. A batch has at most `max_tokens` tokens, padding included; the default is the study's,
+        or fewer on a CPU in fp32. With `skip_bad_rows` an unreadable text gets `{}` and a warning.
 
-        Raises DataError for such a text without `skip_bad_rows`, RunError where logits are not finite.
+        Raises DataError for an unreadable text, RunError if logits are not finite.
         """
         if isinstance(texts, str | Mapping):
             raise DataError("predict takes a list of texts, but got one text. Write predict([text]).")
@@ -190,42 +188,32 @@ class TrainedModel(nn.Module):
                 f"{': '.join(bad[0])}. With skip_bad_rows=True such a text has the prediction {{}}."
             )
         if bad:
-            what = "%d of %d texts cannot be read and have no prediction:%s"
-            _logger.warning(what, len(bad), len(examples), problem_list(bad))
+            message = "%d of %d texts cannot be read and have no prediction:%s"
+            _logger.warning(message, len(bad), len(examples), problem_list(bad))
         good = [example for example in examples if example is not None]
         chunks = self.predict_examples(good, max_tokens=max_tokens)
         predictions = (one for chunk in chunks for one in chunk)
         return [{} if example is None else next(predictions) for example in examples]
 
     def example(self, row: object, row_id: str) -> tuple[Example | None, list[str]]:
-        """A row of data as the model reads it, its truth left aside; or None and what is wrong with it.
+        """Read a row of data without its labels. Returns the example, or None and the row's problems.
 
-        `row_id` is the id of a row that has none.
+        `row_id` is the id of a row without one.
         """
         if isinstance(row, Mapping):
-            given = row.get("id")
-            read = {key: row[key] for key in ("text", "segments") if key in row}
-            row = {"id": row_id if given is None else given, **read}
+            inputs = {key: row[key] for key in ("text", "segments") if key in row}
+            row = {"id": row_id if row.get("id") is None else row["id"], **inputs}
         return RowChecker((), self.settings.windowing.pair_segments, {}).check(row)
 
     def predict_examples(
-        self,
-        examples: Sequence[Example],
-        *,
-        max_tokens: int | None = None,
-        on_progress: Callable[[float], None] = lambda _: None,
+        self, examples: Sequence[Example], *, max_tokens: int | None = None
     ) -> Iterator[list[Prediction]]:
-        """As `predict`, in chunks of thousands of texts, of examples that `example` has made.
-
-        `on_progress` is told, before each batch, how many examples are done.
-        """
+        """Predict the results of `example`, in chunks of thousands of texts. Logs the progress."""
         if max_tokens is None:
             max_tokens = self._default_max_tokens()
         if max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, but got {max_tokens}.")
-        if not examples:
-            return
-        done = 0
+        done, log_progress = 0, _progress_logger(len(examples))
         for split in tokenize_chunks(examples, self.tasks, self.tokenizer, self.settings.windowing):
             if split.num_cut_examples:
                 _logger.warning(
@@ -234,30 +222,21 @@ class TrainedModel(nn.Module):
                     len(split.examples),
                     self.settings.windowing.max_length,
                 )
-            yield self._predict_split(split, max_tokens, done, on_progress)
+            num_batches = len(evaluation_batches(split.lengths_W, max_tokens))
+            finished = count(done, len(split.examples) / num_batches)
+            on_batch = partial(lambda numbers: log_progress(next(numbers)), finished)
+            logits = self.logits(split, max_tokens=max_tokens, on_batch=on_batch)
+            self._check_finite(logits)
+            yield _predictions(self.tasks, logits, split, self.decisions)
             done += len(split.examples)
-        on_progress(done)
 
     def _default_max_tokens(self) -> int:
-        """The study's, so that the batches are those of its evaluations: under a reduced precision they move
-        a probability by 1e-4 and more. In fp32 they do not, and a CPU is fastest with small ones. So has
-        an ONNX model, though other batches move its logits where int8 has the ranges of each batch.
+        """Return the study's batch size, except for fp32 on a CPU, which is fastest with small batches.
+
+        Under a reduced precision, other batches than the evaluation's move a probability by 1e-4 and more.
         """
         is_free = self._precision.name == "fp32" and self.device.type == "cpu"
         return min(CPU_TOKENS, self.settings.batch_tokens) if is_free else self.settings.batch_tokens
-
-    def _predict_split(
-        self, split: TokenizedSplit, max_tokens: int, done: int, on_progress: Callable[[float], None]
-    ) -> list[Prediction]:
-        num_batches = len(evaluation_batches(split.lengths_W, max_tokens))
-        begun = count()
-
-        def on_batch() -> None:
-            on_progress(done + min(1.0, next(begun) / num_batches) * len(split.examples))
-
-        logits = self.logits(split, max_tokens=max_tokens, on_batch=on_batch)
-        self._check_finite(logits)
-        return predictions_of(self.tasks, logits, split, self.decisions)
 
     def logits(
         self,
@@ -266,14 +245,17 @@ class TrainedModel(nn.Module):
         max_tokens: int | None = None,
         on_batch: Callable[[], None] = lambda: None,
     ) -> dict[str, NDArray[np.float32]]:
-        """The logits of a whole split by task, as `predict_logits` gives them, maybe not finite.
+        """Compute the logits of a whole split, by task. They may be not finite.
 
-        `max_tokens` as in `predict`; `on_batch` runs before each batch.
+        Calls `on_batch` before each batch.
         """
         few_shapes = self.device.type == "cuda"
         batches = evaluation_batches(split.lengths_W, max_tokens or self._default_max_tokens())
         is_exact = self._precision.name == "fp32"
-        with self._flags(), self._packed.used_in(self.network) if is_exact else nullcontext():
+        with (
+            backend_flags(self._precision, self._amp),
+            self._packed.used_in(self.network) if is_exact else nullcontext(),
+        ):
             return predict_logits(
                 self.network,
                 replace(split, length_multiple=LENGTH_MULTIPLE if few_shapes else 1),
@@ -294,15 +276,9 @@ class TrainedModel(nn.Module):
 
     def _mixed_precision(self) -> MixedPrecision:
         info = self._device_info
-        if info.torch_device != str(self.device):  # moved by `to` or `cuda`, which leave the precision
-            info = _described(str(self.device))
-        return MixedPrecision(self._precision, self._amp_config(), info)
-
-    def _flags(self) -> AbstractContextManager[None]:
-        return backend_flags(self._precision, self._amp_config())
-
-    def _amp_config(self) -> AmpConfig:
-        return AmpConfig(tf32=self.settings.tf32)
+        if info.torch_device != str(self.device):  # after `to` or `cuda`, which keep the precision
+            info = _device_info(str(self.device))
+        return MixedPrecision(self._precision, self._amp, info)
 
 
 def load(
@@ -314,19 +290,17 @@ def load(
     trust_remote_code: bool = False,
     code: str | Path | Sequence[str | Path] = (),
 ) -> TrainedModel:
-    """The model in a folder that `hpo best --export` or `hpo deploy` wrote.
+    """Load the model from a folder of `hpo best --export` or `hpo deploy`.
 
-    `device` is `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. The model computes in the
-    precision of its trial, or in fp32 with a warning where the device has no instructions for that;
-    `precision` asks for another. `attention` replaces the trial's implementation. An ONNX export computes by
-    onnxruntime, in the precision and with the attention that it was written with; `auto` is the CPU for it
-    where onnxruntime was built without CUDA. Nothing of the folder is run as code, unless `trust_remote_code`
-    allows that of its encoder, and `code` names the files or modules of the study's own code.
+    `device` is `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:1`. The default `precision` is the
+    trial's, or fp32 with a warning if the device has no instructions for it. `attention` replaces the trial's
+    implementation. An ONNX export runs on the CPU, with its own precision and attention. The folder's code
+    runs only with `trust_remote_code`. `code` names the files or modules of the study's own code.
 
-    Raises InputError where that code is missing or another, ModelError where the folder is no intact export
-    of this version, or the device cannot run the `precision`.
+    Raises InputError if that code is missing or differs. Raises ModelError if the folder is no intact export
+    of this version, or the device cannot run the precision.
     """
-    _described(device)
+    _device_info(device)
     for one in [code] if isinstance(code, str | Path) else code:
         try:
             name_code(str(one))
@@ -345,8 +319,8 @@ def load(
     return TrainedModel(network, tokenizer, settings).use(device, precision)
 
 
-def _described(device: str) -> DeviceInfo:
-    """The device of this name. Raises InputError where there is none."""
+def _device_info(device: str) -> DeviceInfo:
+    """Describe a device by its name. Raises InputError if there is none."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda"):
         raise InputError(f"device must be auto, cpu, cuda or cuda:N, but got {device!r}.")
@@ -376,35 +350,40 @@ def _precision_for(device: DeviceInfo, trained: str, asked: str | None) -> Preci
     return PRECISIONS[name]
 
 
-def predictions_of(
+def _progress_logger(num_texts: int) -> Callable[[float], None]:
+    """Return a function that logs the number of finished texts, at most every ten seconds."""
+    last = time.monotonic()
+
+    def log(done: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LOG_SECONDS:
+            last = time.monotonic()
+            _logger.info("predicted %d of %d texts", done, num_texts)
+
+    return log
+
+
+def _predictions(
     tasks: Sequence[Task],
     logits: Mapping[str, NDArray[np.float32]],
     split: TokenizedSplit,
     decisions: Mapping[str, DecodingThresholds],
 ) -> list[Prediction]:
-    """What the finite `logits` of `predict_logits` say of each example of the split, in its order."""
+    """Decode finite `logits` into the prediction of each example of a split, in its order."""
     decisions = decisions or {task.name: DecodingThresholds() for task in tasks}
     labels, _ = decode_tasks(tasks, logits, split, decisions)
     probabilities = class_probabilities(tasks, logits, split)
-    return [_prediction(tasks, labels, probabilities, e, example) for e, example in enumerate(split.examples)]
-
-
-def _prediction(
-    tasks: Sequence[Task],
-    decoded: Mapping[str, Sequence[Any]],
-    probabilities: Mapping[str, NDArray[np.float64]],
-    e: int,
-    example: Example,
-) -> Prediction:
-    """That of one example, the `e`-th."""
-    prediction: Prediction = {}
+    predictions: list[Prediction] = [{} for _ in split.examples]
     for task in tasks:
-        answer = decoded[task.name][e]
-        if KINDS[task.kind].in_spans:
-            spans = [PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in answer]
-            prediction[task.name] = TaskPrediction(spans=spans)
-        else:
-            of_classes = probabilities.get(task.name)
-            values = () if of_classes is None else zip(task.labels, of_classes[e].tolist(), strict=True)
-            prediction[task.name] = TaskPrediction(answer, dict(values))
-    return prediction
+        for e, (example, label) in enumerate(zip(split.examples, labels[task.name], strict=True)):
+            if KINDS[task.kind].in_spans:
+                spans = [
+                    PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in label
+                ]
+                predictions[e][task.name] = TaskPrediction(spans=spans)
+            else:
+                scores = probabilities[task.name][e].tolist() if task.name in probabilities else ()
+                predictions[e][task.name] = TaskPrediction(
+                    label, dict(zip(task.labels, scores, strict=False))
+                )
+    return predictions

@@ -1,11 +1,9 @@
-"""Linear layers on a CPU in fp32 by oneDNN, with their weights laid out for it beforehand.
+"""Linear layers in fp32 on a CPU by oneDNN, with packed weights; no gradient passes them.
 
-PyTorch gives fp32 products of a CPU to MKL, which on AMD's processors reaches about half of what oneDNN does:
-on an EPYC with AVX-512, one thread, 512 x 384 times 384 x 384, 102 against 214 GFLOP/s. `torch.compile` packs
-weights for oneDNN in the same way when it freezes a model, but needs a compiler and minutes. The results
-differ in the order of summation alone: by 5e-8 in probabilities of MiniLM, as those of two batch sizes do.
-
-The layouts are a second copy of the weights. They hold for inference alone: no gradient passes them.
+PyTorch gives these products to MKL, which on AMD's processors has about half of oneDNN's speed: on an EPYC
+with AVX-512, one thread, 512 x 384 times 384 x 384, 102 against 214 GFLOP/s. `torch.compile` packs weights in
+the same way when it freezes a model, but needs a compiler and minutes. The results differ only in the order
+of summation: by 5e-8 in probabilities of MiniLM, like those of two batch sizes.
 """
 
 from __future__ import annotations
@@ -20,17 +18,14 @@ from torch import Tensor, nn
 
 
 class PackedLinears:
-    """Layouts of a model's linear weights, made once and again after a weight has changed."""
+    """Packed copies of a model's linear weights, renewed after a weight has changed."""
 
     def __init__(self) -> None:
         self._packed: dict[nn.Linear, tuple[tuple[int, int], Tensor]] = {}
 
     @contextmanager
     def used_in(self, model: nn.Module) -> Iterator[None]:
-        """Run the plain linear layers of `model` on packed weights in the block, where this CPU can.
-
-        Of a model on another device, or with other weights than fp32, nothing changes.
-        """
+        """Run the fp32 linear layers of `model` on packed weights inside the block, if they are on a CPU."""
         layers = [module for module in model.modules() if type(module) is nn.Linear and _can_pack(module)]
         try:
             for layer in layers:

@@ -1,11 +1,11 @@
-"""Adapters by `peft`: small matrices that are trained in place of an encoder's weights, and their files.
+"""Adapters by `peft`: small matrices trained in place of an encoder's weights, and their files.
 
     lora   W x + (alpha / rank) B A x, with W frozen (Hu et al. 2021, arXiv 2106.09685)
     dora   the same, with the length of each row of W + (alpha / rank) B A trained apart from its direction
            (Liu et al. 2024, arXiv 2402.09353)
 
-B begins at 0, so a trial begins with the encoder as it is. Only what is trained is kept in checkpoints: the
-frozen weights come from the encoder again, and `base_digest` tells whether they are the same.
+B begins at 0, so a trial begins with the unchanged encoder. Checkpoints hold the trained weights alone: the
+frozen ones come from the encoder again, and `base_digest` shows if they are the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hpo.versions import install_hint
 ALL_LINEAR = "all-linear"
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-"""Before the names in peft's files."""
+"""Prefix of names in peft's files."""
 DIGEST_VALUES = 1024
-"""Numbers of each tensor, evenly spread, for its hash."""
+"""Number of values of each tensor in its hash, evenly spread."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,9 @@ class AdapterSettings:
 
 
 def add_adapter(encoder: nn.Module, settings: AdapterSettings) -> nn.Module:
-    """Freeze the encoder, and put the adapter into it, in place.
+    """Freeze the encoder, and add an adapter in place. Its weights come from torch's global generator.
 
-    Its weights come from torch's global generator. Raises ModelError where a target is no linear layer,
-    InputError where peft is missing.
+    Raises ModelError if a target is no linear layer, InputError if peft is missing.
     """
     _import_peft()
     from peft import LoraConfig, inject_adapter_in_model
@@ -71,8 +70,8 @@ def _import_peft() -> None:
         raise InputError(f"an adapter needs the package peft. {install_hint('adapters')}")
 
 
-def _targets(encoder: nn.Module, given: str | tuple[str, ...]) -> list[str]:
-    """Return the full names of the linear layers to adapt. A name stands for each layer with this ending.
+def _targets(encoder: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
+    """Return the full names of the linear layers to adapt. A target matches each layer with this ending.
 
     Layers of a pooler are left out: no head reads them.
     """
@@ -81,18 +80,17 @@ def _targets(encoder: nn.Module, given: str | tuple[str, ...]) -> list[str]:
         for name, module in encoder.named_modules()
         if isinstance(module, nn.Linear) and not name.startswith("pooler.")
     ]
-    if isinstance(given, str):
-        wanted: dict[str, list[str]] = {given: linears}
-    else:
-        wanted = {one: [n for n in linears if f".{n}".endswith(f".{one}")] for one in given}
-    for one, found in wanted.items():
+    layers: set[str] = set()
+    for target in (targets,) if isinstance(targets, str) else targets:
+        found = {name for name in linears if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
         if not found:
             known = sorted({name.rpartition(".")[2] for name in linears})
             raise ModelError(
-                f"lora_targets: `{one}` must end the name of a linear layer of this "
-                f"{type(encoder).__name__}: {', '.join(known)}.{did_you_mean(one, known)}"
+                f"lora_targets: `{target}` must end the name of a linear layer of this "
+                f"{type(encoder).__name__}: {', '.join(known)}.{did_you_mean(target, known)}"
             )
-    return sorted({name for found in wanted.values() for name in found})
+        layers |= found
+    return sorted(layers)
 
 
 def has_adapter(model: Any) -> bool:
@@ -101,17 +99,15 @@ def has_adapter(model: Any) -> bool:
 
 
 def base_digest(model: Any) -> str:
-    """The hash of the frozen weights that `add_adapter` met, in fp32. Empty without an adapter.
+    """Return the hash of the frozen weights in fp32, or "" without an adapter.
 
-    A folder may hold other weights under the same name, as may the hub, and another version of PyTorch may
-    draw others from the same seed.
+    A folder or the hub may change the weights under a name, and another PyTorch may draw others from a seed.
     """
-    digest: str = getattr(model.encoder, "base_digest", "")
-    return digest
+    return str(getattr(model.encoder, "base_digest", ""))
 
 
 def weights_digest(encoder: nn.Module) -> str:
-    """A hash of an encoder's weights, but for those of an adapter."""
+    """Hash an encoder's weights, without those of an adapter."""
     digest = hashlib.blake2b(digest_size=8)
     for name, weight in encoder.named_parameters():
         if ".lora_" not in name:
@@ -122,9 +118,9 @@ def weights_digest(encoder: nn.Module) -> str:
 
 
 def base_facts(model: Any, precision: Precision) -> dict[str, Any]:
-    """What a trial's record says of the frozen weights, as they really are in a model that is prepared.
+    """Return the record of the frozen weights in a prepared model.
 
-    `agrees` tells whether all have the bits of what was requested.
+    `agrees` is true if all have the requested number of bits.
     """
     is_cast = precision.frozen == "fp32" and precision.weights == "bfloat16"
     effective = "bf16" if is_cast else precision.frozen
@@ -139,7 +135,7 @@ def base_facts(model: Any, precision: Precision) -> dict[str, Any]:
 
 
 def trained_state(model: Any) -> dict[str, Tensor]:
-    """Return the weights of a model for a checkpoint: all, or without the frozen ones of an adapter."""
+    """Return the weights for a checkpoint: all, or without the frozen ones under an adapter."""
     frozen = _frozen(model)
     return {name: value for name, value in model.state_dict().items() if name not in frozen}
 
@@ -159,10 +155,7 @@ def _frozen(model: Any) -> set[str]:
 
 
 def merge_adapter(model: Any) -> None:
-    """Add the adapter to the weights, which become fp32 ones: the encoder is as `transformers` made it.
-
-    Weights with fewer bits are decoded first: the merged model computes as the adapted one.
-    """
+    """Decode the frozen weights to fp32 and add the adapter. The encoder becomes a plain one again."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     encoder = model.encoder
@@ -175,7 +168,7 @@ def merge_adapter(model: Any) -> None:
 
 
 def save_adapter(encoder: Any, folder: Path, base: str | None) -> None:
-    """Write the adapter as `peft.PeftModel.from_pretrained` reads it; `base` is the encoder's hub id."""
+    """Write the adapter for `peft.PeftModel.from_pretrained`. `base` is the encoder's hub id."""
     from peft import get_peft_model_state_dict
 
     (config,) = encoder.peft_config.values()
@@ -190,13 +183,13 @@ def save_adapter(encoder: Any, folder: Path, base: str | None) -> None:
 
 
 def load_adapter(encoder: nn.Module, folder: Path) -> nn.Module:
-    """The encoder with the adapter of `folder`, in place. Raises ModelError where it does not fit."""
+    """Add the adapter of `folder` to the encoder, in place. Raises ModelError if it does not fit."""
     _import_peft()
     from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
 
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        config.inference_mode = False  # else it would be frozen, and stored as what is under it
+        config.inference_mode = False  # otherwise its weights would be frozen
         adapted: nn.Module = inject_adapter_in_model(config, encoder)
         stored = load_file(folder / ADAPTER_WEIGHTS)
         weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}

@@ -1,19 +1,17 @@
 """Attention with dropout on a CPU, a few texts at a time.
 
-PyTorch's fused attention has no dropout on a CPU. Asked for it, `scaled_dot_product_attention` computes the
-scores of the whole batch in fp32, tensors of tens of megabytes that go to memory and back for every
-operation. Here the batch is cut into pieces whose scores stay in the processor's cache, each without its
-padding, and masks come from random bits (see `dropout`). With P = softmax(scale Q K'), M the mask of what is
-kept and D = P * M / (1 - p):
+PyTorch's fused attention has no dropout on a CPU: `scaled_dot_product_attention` then computes the scores of
+the whole batch in fp32, tens of megabytes that go to memory and back for every operation. Here the batch is
+cut into pieces without padding whose scores stay in the processor's cache, and masks come from random bits
+(see `dropout`). With P = softmax(scale Q K'), M the mask of kept values and D = P * M / (1 - p):
 
     O = D V        dV = D' dO        dP = (dO V') * M / (1 - p)        dS = P * (dP - sum(dP * P))
     dQ = scale dS K                  dK = scale dS' Q
 
-Under autocast Q, K and V have its dtype, as in PyTorch. Scores and softmax are fp32; P, which meets V, is
-rounded to the dtype of V.
+Under autocast Q, K and V have its dtype, as in PyTorch. Scores and softmax are fp32; P has V's dtype.
 
-Among transformers' attention functions this is `hpo_sdpa`, and `attention: sdpa` runs it. On a GPU, without
-dropout, in compiled code, and with a mask other than padding at the end of texts, it calls PyTorch's.
+`attention: sdpa` runs this as `hpo_sdpa` among transformers' attention functions. It calls PyTorch's own on a
+GPU, without dropout, in compiled code, and with any mask but padding at the end of texts.
 """
 
 from __future__ import annotations
@@ -35,23 +33,23 @@ from hpo.models.dropout import DropoutMaskGenerator, is_fast_here, masked
 NAME = "hpo_sdpa"
 
 OTHER_ATTENTION = ("is_causal", "position_bias", "softcap", "s_aux")
-"""Options of transformers' attention functions that change what is computed."""
+"""Options of transformers' attention functions that change the result."""
 
 PIECE_ELEMENTS = 2**20
-"""Scores computed at a time, at most, where a piece has more than one text: 4 MiB."""
+"""Largest number of scores in a piece of several texts: 4 MiB."""
 
 DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout")
-"""The names that configurations give to the dropout of attention weights."""
+"""Names of the dropout of attention weights in configurations."""
 
 FLASH = "flash_attention_2"
-"""transformers' name of `attention: flash`."""
+"""Name of `attention: flash` in transformers."""
 
 _uses_training_attention = ContextVar("uses_training_attention", default=False)
 
 
 @contextmanager
 def use_training_attention() -> Iterator[None]:
-    """Inside, the kernel that trains runs without dropout, so that a check of the precision checks it."""
+    """Run the training kernel without dropout inside the block, for a check of the precision."""
     token = _uses_training_attention.set(True)
     try:
         yield
@@ -61,7 +59,7 @@ def use_training_attention() -> Iterator[None]:
 
 @contextmanager
 def sdpa_in_place_of_flash(encoder: Any) -> Iterator[None]:
-    """Inside, an encoder runs sdpa where its attention is flash, which has no fp32 and runs on no CPU."""
+    """Replace flash attention by sdpa inside the block: flash has no fp32 and runs on no CPU."""
     if getattr(encoder.config, "_attn_implementation", None) != FLASH:
         yield
         return
@@ -73,7 +71,7 @@ def sdpa_in_place_of_flash(encoder: Any) -> Iterator[None]:
 
 
 def attend_with_fast_dropout(encoder: Any) -> None:
-    """Let an encoder that was loaded with `sdpa` run it by `attention_forward`, where its layers can."""
+    """Let an encoder with `sdpa` run `attention_forward`, if its layers can."""
     if encoder.config._attn_implementation == "sdpa" and encoder._supports_attention_backend:
         AttentionInterface.register(NAME, attention_forward)
         AttentionMaskInterface.register(NAME, attention_mask)
@@ -88,9 +86,9 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
 ) -> Tensor | None:
-    """The mask that transformers hands on to `attention_forward`, [B, 1, L, L], True at what is seen.
+    """Return the mask for `attention_forward`, [B, 1, L, L], True at visible tokens.
 
-    Padding alone is the same for all queries, and is repeated without copying: stride 0 tells it from others.
+    Padding alone is the same for all queries, and is repeated without a copy: stride 0 marks such a mask.
     """
     is_bidirectional = mask_function is bidirectional_mask_function
     if is_bidirectional and attention_mask is None and allow_is_bidirectional_skip:
@@ -111,7 +109,7 @@ def attention_mask(
         q_length=q_length,
         mask_function=mask_function,
         attention_mask=attention_mask,
-        # A GPU would have to be waited for, to know that there is no padding.
+        # On a GPU, a search for padding would wait for the device.
         allow_is_bidirectional_skip=allow_is_bidirectional_skip and on_cpu,
         **options,
     )
@@ -126,10 +124,10 @@ def attention_forward(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of [B, H, L, E] queries, keys and values: [B, L, H, E]. See the head of this file."""
+    """Compute the attention of [B, H, L, E] queries, keys and values: [B, L, H, E]."""
     config = getattr(module, "config", None)
     dropout = options.get("dropout", 0.0)
-    # Asked for first where it is compiled: the compiler splits its graph at a ContextVar.
+    # `is_fast_here` comes first: the compiler splits its graph at a ContextVar.
     is_ours = (
         is_fast_here(query, key, value)
         and (0 < dropout < 1 or (not dropout and _is_checked(config)))
@@ -151,12 +149,12 @@ def attention_forward(
 
 
 def _is_checked(config: Any) -> bool:
-    """Whether this is a check of the precision of attention that has dropout in training."""
+    """Return True in a check of the precision, for attention with dropout in training."""
     return _uses_training_attention.get() and any(getattr(config, key, None) for key in DROPOUT_KEYS)
 
 
 def _text_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
-    """The tokens of each text where the mask is padding at its end, and nothing else; otherwise None."""
+    """Return the number of tokens of each text. None: the mask is not just padding at the end."""
     num_texts, _, length, _ = query.shape
     if mask is None:
         return [length] * num_texts
@@ -169,15 +167,15 @@ def _text_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
 
 
 class _Pieces(NamedTuple):
-    """What is computed, beside queries, keys and values."""
+    """Lengths of the texts and options of the attention."""
 
     lengths: Sequence[int]
     scale: float
     p: float
-    """Of dropout."""
+    """Probability of dropout."""
 
     def cut(self, num_heads: int) -> Iterator[tuple[slice, int]]:
-        """Texts that are computed together, and the longest of them."""
+        """Yield the texts of each piece, and the length of the longest."""
         start = longest = 0
         for end, length in enumerate(self.lengths):
             wider = max(longest, length)
@@ -189,7 +187,7 @@ class _Pieces(NamedTuple):
 
 
 def _heads(texts: slice, length: int, *tensors: Tensor) -> Iterator[Tensor]:
-    """Of [B, H, L, E] tensors the heads of these texts, one after the other, up to a length."""
+    """Yield tensors [texts * H, length, E] of [B, H, L, E] tensors."""
     return (tensor[texts, :, :length].flatten(0, 1) for tensor in tensors)
 
 
@@ -225,20 +223,20 @@ class _DropoutAttention(torch.autograd.Function):
         (gradient_BLHE,) = gradients
         _, scale, p = ctx.pieces
         num_texts, num_heads, length, size = query.shape
-        # In the layout of the linear layers' outputs, of which query, key and value are transposed views.
-        of_query, of_key, of_value = (
+        # Same layout as the outputs of the linear layers: query, key and value are transposed views of them.
+        d_query, d_key, d_value = (
             query.new_zeros(num_texts, length, num_heads, size).transpose(1, 2) for _ in range(3)
         )
         cut = ctx.pieces.cut(num_heads)
         for (texts, longest), weights, mask in zip(cut, saved[::2], saved[1::2], strict=True):
             q, k, v, gradient = _heads(texts, longest, query, key, value, gradient_BLHE.transpose(1, 2))
             gradient = gradient * (1 / (1 - p))
-            of_weights = masked(torch.bmm(gradient, v.transpose(1, 2)), mask)
-            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+            d_weights = masked(torch.bmm(gradient, v.transpose(1, 2)), mask)
+            d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             for whole, piece in (
-                (of_value, torch.bmm(masked(weights, mask).transpose(1, 2), gradient)),
-                (of_query, torch.bmm(of_scores, k).mul_(scale)),
-                (of_key, torch.bmm(of_scores.transpose(1, 2), q).mul_(scale)),
+                (d_value, torch.bmm(masked(weights, mask).transpose(1, 2), gradient)),
+                (d_query, torch.bmm(d_scores, k).mul_(scale)),
+                (d_key, torch.bmm(d_scores.transpose(1, 2), q).mul_(scale)),
             ):
                 whole[texts, :, :longest] = piece.unflatten(0, (-1, num_heads))
-        return of_query, of_key, of_value, None
+        return d_query, d_key, d_value, None

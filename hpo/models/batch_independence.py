@@ -1,53 +1,51 @@
 """A check that a model computes each text of a batch by itself.
 
 Some encoders mix positions without a mask (FNet, CANINE, ConvBERT) or change their algorithm with the padded
-length (BigBird, Reformer). With them, a text's prediction depends on the texts beside it: the scores of a
-split depend on the batch size, and one request gets another answer than a file of them.
+length (BigBird, Reformer). Then a text's prediction depends on the other texts of its batch, and scores on
+the batch size.
 
-The model runs on a text alone and with padding beside other texts. In fp32, rounding changes the
-states of encoders that mask padding by at most 4e-6 of the largest state (48 layers). Encoders that read
-padding change them by 1e-3 or more (2 layers of fresh weights).
+The model runs on a text alone and with padding beside other texts. In fp32, rounding changes the states of
+encoders that mask padding by at most 4e-6 of the largest state (48 layers). Encoders that read padding change
+them by 1e-3 or more (2 layers of fresh weights).
 """
 
 from __future__ import annotations
 
 from itertools import cycle, islice
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hpo.errors import ModelError
 from hpo.models.attention import sdpa_in_place_of_flash
+from hpo.models.multitask import MultitaskModel
 from hpo.models.own_encoder import OwnEncoder
-
-if TYPE_CHECKING:
-    from hpo.models.multitask import MultitaskModel
 
 TOLERANCE = 3e-5
 """Largest difference, as a share of the largest value."""
 SHORT_LENGTH = 16
 _passed: set[tuple[object, ...]] = set()
-"""What has passed in this process: only the first of many trials with equal models pays."""
+"""Models that passed in this process, so that equal trials check once."""
 
 
 def check_texts_are_independent(model: MultitaskModel, max_length: int) -> None:
     """Raise ModelError if a text's logits depend on its padding, on another text, or on chance.
 
-    The model is on its device in fp32. Its mode and torch's random state are left as they are.
-
-    Short texts are enough for an encoder whose attention transformers masks. Another one may compute long
-    texts in another way, so it runs `max_length` tokens too.
+    The model is on its device in fp32. Its mode and torch's random state stay as they are. Short texts are
+    enough for an encoder whose attention transformers masks. Any other also runs `max_length` tokens.
     """
     encoder = model.encoder
     key = (_inner_class(encoder), str(encoder.config), str(model.pool), str(model.heads), max_length)
     if key in _passed:
         return
     device = next(encoder.parameters()).device
-    devices = [device] if device.type == "cuda" else []
     was_training = model.training
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices), sdpa_in_place_of_flash(encoder):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            sdpa_in_place_of_flash(encoder),
+        ):
             model.eval()
             if not model.makes_masks and max_length > SHORT_LENGTH:
                 # First: at a short text, BigBird gives up its sparse attention for good.
@@ -59,7 +57,6 @@ def check_texts_are_independent(model: MultitaskModel, max_length: int) -> None:
 
 
 def _inner_class(encoder: nn.Module) -> type[nn.Module]:
-    """Return the class of an encoder; of one of a study's own code, the class there."""
     return type(encoder.module if isinstance(encoder, OwnEncoder) else encoder)
 
 
@@ -75,27 +72,24 @@ def _compare(model: MultitaskModel, length: int, num_beside: int) -> None:
     known = [number for number in range(min(vocab_size, 7)) if number != pad_id]
     text, *beside = (list(islice(cycle(known[n:] + known[:n]), length)) for n in range(1 + num_beside))
     padding = length - num_tokens
-    padded = [*text[:num_tokens], *[pad_id] * padding]
-    mask = [[1] * num_tokens + [0] * padding, [1] * length]
+    padded, mask = [*text[:num_tokens], *[pad_id] * padding], [1] * num_tokens + [0] * padding
 
     # The padded text goes first, for the reason above.
-    batches = [_outputs(model, [padded, other], mask) for other in beside] or [
-        _outputs(model, [padded], mask[:1])
-    ]
+    batches = [_outputs(model, [padded, other], [mask, [1] * length]) for other in beside]
+    batches = batches or [_outputs(model, [padded], [mask])]
     alone, again = (_outputs(model, [text[:num_tokens]], None) for _ in range(2))
+    cases = [("at each call", "chance", again)]
+    cases += [("alone and beside a longer one", "the batch", batch) for batch in batches]
     for part, values in alone.items():
-        remedy = "Use another encoder, such as bert or roberta."
-        if not part.startswith("encoder") or isinstance(model.encoder, OwnEncoder):
-            remedy = "Let its code mask the padding, and draw no random numbers in evaluation."
-        for when, cause, others in (
-            ("at each call", "chance", [again]),
-            ("alone and beside a longer one", "the batch", batches),
-        ):
-            if not values.isfinite().all():
-                continue  # a fault of the model, which the check of the study names
-            changes = [(other[part][:num_tokens] - values).abs().max() for other in others]
-            difference = float(torch.stack(changes).max() / values.abs().max().clamp(min=1e-30))
-            if not difference <= TOLERANCE:  # NaN: beside others, it is not finite
+        if not values.isfinite().all():
+            continue  # the check of the study reports it
+        for when, cause, others in cases:
+            change = (others[part][:num_tokens] - values).abs().max()
+            difference = float(change / values.abs().max().clamp(min=1e-30))
+            if not difference <= TOLERANCE:  # NaN: not finite beside others
+                is_known = part.startswith("encoder") and not isinstance(model.encoder, OwnEncoder)
+                own_remedy = "Let its code mask the padding, and draw no random numbers in evaluation."
+                remedy = "Use another encoder, such as bert or roberta." if is_known else own_remedy
                 raise ModelError(
                     f"{part} must give a text the same values {when}, but they differ by {difference:.1e} of "
                     f"the largest, so its predictions would depend on {cause}. {remedy}"
@@ -103,16 +97,16 @@ def _compare(model: MultitaskModel, length: int, num_beside: int) -> None:
 
 
 def _outputs(model: MultitaskModel, ids: list[list[int]], mask: list[list[int]] | None) -> dict[str, Tensor]:
-    """Return what each part of the model computes of the first text, by the setting that chose the part."""
+    """Return the output of each part of the model for the first text, by the part's setting."""
     device = next(model.encoder.parameters()).device
     ids_BL = torch.tensor(ids, device=device)
     mask_BL = None if mask is None else torch.tensor(mask, device=device)
     hidden_BLD = model.hidden_states(ids_BL, mask_BL)
     name = _inner_class(model.encoder).__name__
-    wanted = (*ids_BL.shape, model.encoder.config.hidden_size)
-    if hidden_BLD.shape != wanted:
+    shape = (*ids_BL.shape, model.encoder.config.hidden_size)
+    if hidden_BLD.shape != shape:
         raise ModelError(
-            f"encoder: {name} must give states {wanted}, as the hidden_size of its configuration says, but "
+            f"encoder: {name} must give states {shape}, as the hidden_size of its configuration says, but "
             f"gives {tuple(hidden_BLD.shape)}. Use another encoder."
         )
     pooled_BD = model.pool(hidden_BLD, torch.ones_like(ids_BL) if mask_BL is None else mask_BL)

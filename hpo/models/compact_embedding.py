@@ -1,14 +1,13 @@
-"""Training with the rows of the embedding table that the data use.
+"""Training of the used rows of an embedding table.
 
-A vocabulary has tens of thousands of tokens, a data set a few thousand. The others have no gradient, but
-cost as much: MiniLM's table is half of its weights, so half of the gradient that is zeroed, clipped and
-given to the optimiser in every step is zeros. `compact_vocabulary` trains a table of the used rows alone.
+A vocabulary has tens of thousands of tokens, a data set a few thousand. The other rows have no gradient, but
+cost as much: MiniLM's table is half of its weights, so half of the gradient in every step is zeros.
+`compact_vocabulary` trains a table of the used rows alone.
 
-The result is that of training the whole table. A row without gradient only decays, by a factor that is the
-same for all such rows, whatever the schedule, clipping and skipped steps: Adam's moments are zero there, and
-decoupled decay, momentum and L2 terms of SGD are linear in the weight. One more row of ones that no token has
-is trained along and becomes that factor. The module's state is the whole table, so checkpoints and exports
-know nothing of this.
+The result equals training of the whole table. Rows without gradient all decay by the same factor, whatever
+the schedule, clipping and skipped steps: Adam's moments are zero there, and decoupled decay, momentum and L2
+terms of SGD are linear in the weight. An extra row of ones is trained along and becomes that factor. The
+module's state is the whole table, so checkpoints and exports are the usual ones.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 
 class CompactEmbedding(nn.Embedding):
-    """The rows `used_ids` of an embedding table, looked up by their ids in the whole table."""
+    """The rows `used_ids` of an embedding table. Inputs are ids in the whole table."""
 
     def __init__(self, table: nn.Embedding, used_ids: Tensor) -> None:
         whole = table.weight.detach()
@@ -38,11 +37,11 @@ class CompactEmbedding(nn.Embedding):
         self.row_of_id: Tensor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Embedding names it
-        """Ids of any shape to rows. An id that is not among the used ones raises IndexError."""
+        """Look up ids of any shape. An unused id raises IndexError."""
         return F.embedding(self.row_of_id[input], self.weight, self.padding_idx)
 
     def whole(self) -> Tensor:
-        """The whole table as if all of it had been trained."""
+        """Return the whole table, with the decay of unused rows."""
         weight = self.weight.detach()
         table = self._whole.to(weight) * weight[-1]
         table[self.used_ids] = weight[:-1]
@@ -52,7 +51,7 @@ class CompactEmbedding(nn.Embedding):
         destination[f"{prefix}weight"] = self.whole()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Take the used rows of a whole table; the others tell the factor that they have decayed by."""
+        """Load the used rows of a whole table, and measure the decay in the other ones."""
         table = state_dict[f"{prefix}weight"].to(self.weight)
         is_unused = self.row_of_id < 0
         before, now = self._whole[is_unused].double(), table[is_unused].double()
@@ -64,11 +63,10 @@ class CompactEmbedding(nn.Embedding):
 
 
 def compact_vocabulary(model: nn.Module, optimizer: str, used_ids: NDArray[Any]) -> None:
-    """Train only the embedding rows `used_ids` of `model.encoder`, where the result is the same.
+    """Train only the embedding rows `used_ids` of `model.encoder`, if the result is the same.
 
-    Left alone are tables that are frozen, that hold bf16 (where each weight rounds differently), that have
-    settings or are not a plain `nn.Embedding`, and all under an optimiser whose step is not
-    linear in a weight without gradient (adam with its L2 term) or looks at the whole matrix (adafactor).
+    It differs for a table in bf16 (each weight rounds differently), with settings or tied weights, under adam
+    (its L2 term is not linear in a weight without gradient) and adafactor (it reads the whole matrix).
     """
     encoder: Any = model.encoder
     try:

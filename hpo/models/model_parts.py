@@ -1,4 +1,4 @@
-"""The parts of a model that compute in fp32, and the modules that their names stand for.
+"""Names of a model's parts in fp32, and their modules.
 
 embeddings           the module that turns tokens into vectors
 layers.3             one layer of the encoder, 0 the lowest
@@ -29,14 +29,14 @@ from hpo.precision.parts import run_as_before, run_in_float32
 from hpo.precision.table import Precision
 
 OTHERS = "others"
-"""Everything outside the parts, in a trial's record."""
+"""Name of the rest of the model in a trial's record."""
 _LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
 
 
 def set_float32_parts(model: MultitaskModel, parts: Sequence[str]) -> None:
-    """Let `parts` and no others compute in fp32 under autocast. The model's weights must be fp32.
+    """Make `parts` compute in fp32 under autocast, and all others in reduced precision.
 
-    Raises ModelError if the model has no such part, or cannot compute it in fp32.
+    The weights must be fp32. Raises ModelError if the model has no such part, or cannot compute it in fp32.
     """
     roots = [(part, root) for part in parts for root in part_modules(model, part)]
     if getattr(model.encoder.config, "_attn_implementation", "") == FLASH:
@@ -83,8 +83,7 @@ def part_modules(model: MultitaskModel, part: str) -> list[nn.Module]:
 
 
 def smallest_named_parts(model: MultitaskModel) -> list[str]:
-    """Return parts that together contain every module with weights: embeddings, each layer, each head, and by
-    their own names the modules beside these."""
+    """Return parts with every weight: embeddings, each layer, each head, and other modules by their names."""
     heads = zip(model.tasks, model.heads, strict=True)
     named = {id(head): f"heads.{task.name}" for task, head in heads}
     with suppress(ModelError):  # an encoder without such modules has others
@@ -107,23 +106,23 @@ def part_facts(
 ) -> dict[str, Any]:
     """Return, for each part and for the others, the expected format and the observed ones.
 
-    {part: {"effective": format, "observed": {format: number of weights}}}; without a product with a weight,
-    the effective format is None.
+    {part: {"effective": format, "observed": {format: number of weights}}}. The effective format is None if no
+    weight of the part is in a product.
     """
     names = {id(weight): name for name, weight in model.named_parameters()}
-    rest = dict.fromkeys(seen.products)
-    weights: dict[str, list[str]] = {}
+    rest = set(seen.products)
+    weights: dict[str, set[str]] = {}
     for part in parts:
         inside = {names[id(one)] for root in part_modules(model, part) for one in root.parameters()}
-        weights[part] = [name for name in seen.products if name in inside]
-        rest = {name: None for name in rest if name not in inside}
-    weights[OTHERS] = [*rest]
+        weights[part] = inside & set(seen.products)
+        rest -= inside
+    weights[OTHERS] = rest
     return {
         part: {
-            "effective": "/".join(sorted({seen.expected(name, precision) for name in of_part})) or None,
-            "observed": dict(Counter("/".join(sorted(seen.products[name])) for name in of_part)),
+            "effective": "/".join(sorted({seen.expected(name, precision) for name in inside})) or None,
+            "observed": dict(Counter("/".join(sorted(seen.products[name])) for name in sorted(inside))),
         }
-        for part, of_part in weights.items()
+        for part, inside in weights.items()
     }
 
 

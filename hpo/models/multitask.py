@@ -1,11 +1,11 @@
-"""The multitask model: one encoder, one head a task, and functions that act on the plain module.
+"""The multitask model: one encoder, and one head for each task.
 
     input_ids_BL -> encoder -> hidden_BLD -+-> pooling -> pooled_BD -> head -> logits_BK    sequence tasks
                                            +----------------------->  head -> logits_BLK   token tasks
 
-The module knows nothing of precision, devices or compilation: freezing, compiling, exporting are functions
-applied to it. Pooling sums over tokens in fp32 and returns the dtype that it got: a bf16 sum keeps 8 bits, so
-once it has reached 256 an addition of 0.5 is lost.
+The module knows nothing of precision, devices or compilation: freezing, compiling and exporting are functions
+of it. Pooling sums over tokens in fp32 and returns the dtype of its input: a bf16 sum has 8 bits, so at 256
+an addition of 0.5 is lost.
 
 Shape suffixes: B windows, L tokens in a window, D hidden size, K outputs of one task, T tasks.
 """
@@ -21,15 +21,13 @@ from torch import Tensor, nn
 
 from hpo.errors import ModelError
 from hpo.extensions import HEADS, POOLINGS, options_of
-from hpo.models.batch_independence import check_texts_are_independent
-from hpo.models.dropout import use_bit_dropout
-from hpo.models.encoder import encoder_layers, is_causal, max_positions, takes_type_ids
+from hpo.models.encoder import encoder_layers, takes_type_ids
 from hpo.tasks.kind import Task, kind_of
 
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """The settings of a study file that make heads, by the same names."""
+    """Settings of heads, by their names in the study file."""
 
     pooling: str = "mean"
     head_type: str = "linear"
@@ -40,15 +38,15 @@ class HeadSettings:
     option: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, task: Task) -> str:
-        """The type of the task's head."""
+        """Return the type of a task's head."""
         return self.head_types.get(task.name, self.head_type)
 
 
 class MultitaskModel(nn.Module):
-    """An encoder and one head a task.
+    """An encoder and one head for each task.
 
-    `encoder` takes input_ids and attention_mask and returns a `last_hidden_state` [B, L, D]; its
-    `config.hidden_size` is D.
+    `encoder` takes input_ids and attention_mask and returns a `last_hidden_state` [B, L, D], with D its
+    `config.hidden_size`.
     """
 
     def __init__(self, encoder: Any, tasks: Sequence[Task], heads: HeadSettings) -> None:
@@ -57,7 +55,7 @@ class MultitaskModel(nn.Module):
         self.head_settings = heads
         self.encoder = encoder
         self.passes_type_ids = takes_type_ids(encoder)
-        # Its attention functions make masks, or none: others want one.
+        # transformers' attention functions make masks; other encoders need one.
         self.makes_masks = getattr(encoder, "_supports_attention_backend", False)
         size = encoder.config.hidden_size
         self.pool = _pooling(heads, size)
@@ -69,7 +67,7 @@ class MultitaskModel(nn.Module):
         )
 
     def _initialize(self, std: float) -> None:
-        """Give fresh weights to what is of this package, and to each head the bias of its task's kind."""
+        """Initialise this package's pooling and heads, and give each head the bias of its task's kind."""
         types = [self.head_settings.of(task) for task in self.tasks]
         ours = [head for head, name in zip(self.heads, types, strict=True) if name not in HEADS]
         pools = [self.pool] if isinstance(self.pool, AttentionPooling) else []
@@ -88,7 +86,7 @@ class MultitaskModel(nn.Module):
 
     @property
     def log_variance(self) -> dict[str, nn.Parameter] | None:
-        """Each task's learnt log variance (arXiv 1705.07115), or None where losses have fixed weights."""
+        """Learnt log variance of each task (arXiv 1705.07115). None: losses have fixed weights."""
         if not len(self.log_variances):
             return None
         return dict(zip((task.name for task in self.tasks), self.log_variances, strict=True))
@@ -96,7 +94,7 @@ class MultitaskModel(nn.Module):
     def hidden_states(
         self, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, type_ids_BL: Tensor | None = None
     ) -> Tensor:
-        """Return the encoder's last hidden states, [B, L, D]; arguments as of `forward`."""
+        """Return the encoder's last hidden states, [B, L, D]; for the arguments see `forward`."""
         if attention_mask_BL is None and not self.makes_masks:
             attention_mask_BL = torch.ones_like(input_ids_BL)
         inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}
@@ -109,8 +107,8 @@ class MultitaskModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Return each task's logits: [B, K] of sequence tasks, [B, L, K] of token tasks.
 
-        `attention_mask_BL` is 1 at real tokens and 0 at padding; None: nothing is padded. Encoders that know
-        no segments get no `type_ids_BL`.
+        `attention_mask_BL` is 1 at real tokens and 0 at padding; None: there is no padding. `type_ids_BL` is
+        ignored by encoders without segments.
         """
         hidden_BLD = self.hidden_states(input_ids_BL, attention_mask_BL, type_ids_BL)
         mask_BL = torch.ones_like(input_ids_BL) if attention_mask_BL is None else attention_mask_BL
@@ -124,12 +122,12 @@ class MultitaskModel(nn.Module):
 
 
 def pool_cls(hidden_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
-    """The first token's hidden state, [B, D]."""
+    """Return the first token's hidden state, [B, D]."""
     return hidden_BLD[:, 0]
 
 
 def pool_mean(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """The mean over real tokens, [CLS] and [SEP] included as sentence-transformers does, [B, D]."""
+    """Return the mean over real tokens, [B, D]. Like sentence-transformers, it includes [CLS] and [SEP]."""
     dtype = torch.promote_types(hidden_BLD.dtype, torch.float32)
     mask_BL1 = mask_BL.unsqueeze(-1).to(dtype)
     sum_BD = (hidden_BLD.to(dtype) * mask_BL1).sum(dim=1)
@@ -137,20 +135,20 @@ def pool_mean(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
 
 
 def pool_max(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """The largest value of each dimension over real tokens, [B, D]."""
+    """Return the largest value of each dimension over real tokens, [B, D]."""
     lowest = torch.finfo(hidden_BLD.dtype).min
     return hidden_BLD.masked_fill(mask_BL.unsqueeze(-1) == 0, lowest).amax(dim=1)
 
 
 def pool_last(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """The last real token's hidden state, whichever side is padded, [B, D]."""
-    place_BL = torch.arange(1, mask_BL.shape[1] + 1, device=mask_BL.device) * (mask_BL != 0)
-    last_B11 = place_BL.argmax(dim=1)[:, None, None]
+    """Return the last real token's hidden state, [B, D]. Padding may be on either end."""
+    position_BL = torch.arange(1, mask_BL.shape[1] + 1, device=mask_BL.device) * (mask_BL != 0)
+    last_B11 = position_BL.argmax(dim=1)[:, None, None]
     return hidden_BLD.gather(1, last_B11.expand(-1, 1, hidden_BLD.shape[-1])).squeeze(1)
 
 
 class AttentionPooling(nn.Module):
-    """A mean weighted by a learnt score of each real token: softmax(w . h) (Yang et al. 2016, NAACL)."""
+    """Mean weighted by a learnt score of each real token: softmax(w . h) (Yang et al. 2016, NAACL)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -177,82 +175,20 @@ def _pooling(heads: HeadSettings, hidden_size: int) -> Callable[[Tensor, Tensor]
     return _POOLINGS[heads.pooling]
 
 
-def build_model(
-    encoder: Any,
-    tasks: Sequence[Task],
-    heads: HeadSettings,
-    *,
-    max_length: int,
-    freeze_layers: int = 0,
-    gradient_checkpointing: bool = False,
-) -> MultitaskModel:
-    """Return the model of one trial over an encoder of `load_encoder`, in training mode.
-
-    The weights of the heads come from torch's global generator: call `torch.manual_seed` before.
-    `max_length` is the longest window in tokens. `freeze_layers=n` keeps the embeddings and the
-    lowest n layers as they are; 0 trains everything.
-
-    Raises ModelError where the encoder cannot do what a setting asks, or where a text's logits depend on the
-    texts beside it.
-    """
-    name = type(encoder).__name__
-    positions = max_positions(encoder)
-    if positions is not None and max_length > positions:
-        raise ModelError(
-            f"max_length must be at most the {positions} positions of this {name}, but it is {max_length}. "
-            f"Shorten it and set `data.long_text: window` to lose no text, or use a longer encoder."
-        )
-    if heads.pooling == "cls" and is_causal(encoder):
-        raise ModelError(
-            f"pooling: `cls` is the state of the first token, which in this {name} sees nothing of the text. "
-            "Use last or mean."
-        )
-    if gradient_checkpointing:
-        if not getattr(encoder, "supports_gradient_checkpointing", False):
-            raise ModelError(
-                f"gradient_checkpointing: {name} does not support it. Set it to false; a smaller "
-                f"micro_batch_size saves memory too."
-            )
-        # transformers renamed it between 5.17 and 5.23, and the old name warns.
-        enable = getattr(encoder, "activation_checkpointing_enable", None)
-        (enable or encoder.gradient_checkpointing_enable)({"use_reentrant": False})
-    model = MultitaskModel(encoder, tasks, heads)
-    check_texts_are_independent(model, max_length)
-    if freeze_layers:
-        _freeze(model, freeze_layers)
-    use_bit_dropout(model)
-    return model.train()
-
-
 def parameter_depths(model: MultitaskModel) -> dict[str, int]:
-    """Return how high each parameter sits: 0 embeddings, 1 the lowest layer, N + 1 above the N layers.
+    """Return the depth of each parameter: 0 embeddings, 1 the lowest layer, N + 1 above the N layers.
 
-    Embeddings are also tables that a model keeps beside its layers, such as DeBERTa's relative positions.
-    N + 1 are the heads, a norm after the last layer, and log variances.
+    Embeddings include tables beside the layers, such as DeBERTa's relative positions. N + 1 are the heads, a
+    norm after the last layer, and log variances.
     """
     layers = encoder_layers(model.encoder)
-    of_layers = [(number, p) for number, layer in enumerate(layers, 1) for p in layer.parameters()]
-    depth = {id(parameter): number for number, parameter in of_layers}
+    depth = {id(parameter): n for n, layer in enumerate(layers, 1) for parameter in layer.parameters()}
     tables = {name for name, one in model.named_modules() if isinstance(one, nn.Embedding)}
     for name, parameter in model.named_parameters():
         embeds = "embed" in name or "relative_attention_bias" in name or name.rpartition(".")[0] in tables
         above = 0 if name.startswith("encoder.") and embeds else len(layers) + 1
         depth.setdefault(id(parameter), above)
     return {name: depth[id(parameter)] for name, parameter in model.named_parameters()}
-
-
-def _freeze(model: MultitaskModel, freeze_layers: int) -> None:
-    """Stop gradients at the embeddings and the lowest layers; dropout in them stays on."""
-    num_layers = len(encoder_layers(model.encoder))
-    if freeze_layers > num_layers:
-        raise ModelError(
-            f"freeze_layers must be between 0 and the encoder's {num_layers} layers, but it is "
-            f"{freeze_layers}."
-        )
-    depths = parameter_depths(model)
-    for name, parameter in model.named_parameters():
-        if depths[name] <= freeze_layers:
-            parameter.requires_grad_(False)
 
 
 def _head(settings: HeadSettings, hidden_size: int, task: Task) -> nn.Module:
@@ -269,17 +205,18 @@ def _head(settings: HeadSettings, hidden_size: int, task: Task) -> nn.Module:
 
 
 def _check_head(head: Any, hidden_size: int, task: Task, name: str) -> None:
-    """Raise ModelError for a head of a study's own code that is none, or gives logits of another shape."""
+    """Raise ModelError if a head of the study's own code is no module, or its logits have another shape."""
     shape = (2, 3, hidden_size) if task.level == "token" else (2, hidden_size)
-    given = None
+    expected = (*shape[:-1], task.num_outputs)
+    problem = f"but it is a {type(head).__name__}"
     if isinstance(head, nn.Module):
         with torch.no_grad():
             logits = head.eval()(torch.zeros(shape))
         head.train()
-        given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    if given != (wanted := (*shape[:-1], task.num_outputs)):
-        what = f"but it is a {type(head).__name__}" if given is None else f"but gives {given}"
+        output = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        problem = "" if output == expected else f"but gives {output}"
+    if problem:
         raise ModelError(
-            f"head_type: `{name}` must be a module that for the task `{task.name}` gives logits {wanted} of "
-            f"states {shape}, {what}."
+            f"head_type: `{name}` must be a module that for the task `{task.name}` gives logits {expected} "
+            f"of states {shape}, {problem}."
         )

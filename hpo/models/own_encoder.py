@@ -1,7 +1,6 @@
-"""Encoders that a study's own code brings: any module of token ids that returns hidden states.
+"""Encoders of a study's own code: any module from token ids to hidden states.
 
-Nothing of it is known but what it returns, so what is done to the inside of an encoder, and `attention` and
-dropout, which are set through a model's configuration, are refused: they are options of its own.
+Its inside is unknown, so settings of the inside (`REFUSED`) are refused: they may be its own options.
 """
 
 from __future__ import annotations
@@ -24,23 +23,24 @@ REFUSED = (
     *("attention", "dropout", "attention_dropout", "adapter", "freeze_layers", "layerwise_lr_decay"),
     "gradient_checkpointing",
 )
-"""Settings that need to know what the encoder is."""
+"""Settings of the inside of an encoder."""
 _NAME, _OPTIONS = "hpo_encoder", "hpo_options"
 """Keys of an export's config.json."""
 
 
 class OwnEncoder(nn.Module):
-    """A module in the place of one of transformers: with a `config`, and a `last_hidden_state`."""
+    """Wrapper with the interface of transformers: a `config`, and a `last_hidden_state`."""
 
     def __init__(self, name: str, option: Mapping[str, Any]) -> None:
         super().__init__()
         options = options_of(name, option)
         self.module = ENCODERS[name].make(options)
         if not isinstance(self.module, nn.Module):
-            what = type(self.module).__name__
-            raise ModelError(f"the encoder `{name}` must be a module, but it is a {what}.")
-        told: Any = {_NAME: name, _OPTIONS: options.model_dump(mode="json")}
-        self.config = PreTrainedConfig(**(told | {"hidden_size": self._hidden_size(name)}))
+            raise ModelError(
+                f"the encoder `{name}` must be a module, but it is a {type(self.module).__name__}."
+            )
+        content: Any = {_NAME: name, _OPTIONS: options.model_dump(mode="json")}
+        self.config = PreTrainedConfig(**content, hidden_size=self._hidden_size(name))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> BaseModelOutput:
         return BaseModelOutput(last_hidden_state=_states(self.module(input_ids, attention_mask)))
@@ -69,9 +69,9 @@ def _states(output: Any) -> Any:
 
 
 def build_own_encoder(name: str, option: Mapping[str, Any], changed: Sequence[str]) -> OwnEncoder:
-    """The encoder `name` of the study's own code, with its options.
+    """Build the encoder `name` of the study's own code. `changed` are its settings among `REFUSED`.
 
-    Raises ModelError where it is none, or settings of `REFUSED` are `changed`.
+    Raises ModelError if it is no module, or a setting is changed.
     """
     if changed:
         raise ModelError(
@@ -81,9 +81,9 @@ def build_own_encoder(name: str, option: Mapping[str, Any], changed: Sequence[st
 
 
 def load_own_encoder(folder: Path) -> OwnEncoder | None:
-    """The encoder of an export; None: it is none of a study's own code.
+    """Load the encoder of an export. None: it is no encoder of a study's own code.
 
-    Raises ValueError, LookupError or OSError where the folder is not as it was written.
+    Raises ValueError, LookupError or OSError for a damaged folder.
     """
     config = json.loads((folder / "config.json").read_bytes())
     if not isinstance(config, dict) or _NAME not in config:

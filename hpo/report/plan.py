@@ -35,10 +35,10 @@ from hpo.report.trial_precision import differing_formats
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
 from hpo.tasks.kind import is_error
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.objectives import quality_objective
-from hpo.trial.trial_parts import training_args
+from hpo.trial.parts import training_args
+from hpo.trial.telemetry import Callbacks
 
 _logger = logging.getLogger(__name__)
 

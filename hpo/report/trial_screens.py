@@ -12,11 +12,11 @@ from hpo.report.detailed import task_metrics_table
 from hpo.report.formats import format_metric, format_seconds
 from hpo.report.terminal import OUTCOME_STYLES, Part
 from hpo.study.claims.lease import trial_attributes
+from hpo.training.evaluate import Evaluation
 from hpo.trial.compat import Compatibility
 from hpo.trial.costs import Costs
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import TrialResult
 from hpo.trial.verify import PrecisionCheck
-from hpo.trial.verify_parts import PartCheck, PartsCheck
 
 
 def trial_record(metrics: Sequence[str], params: Mapping[str, Any], result: TrialResult) -> dict[str, Any]:
@@ -36,10 +36,9 @@ def trial(record: Mapping[str, Any]) -> Iterator[Part]:
         yield f"{key}: {value if isinstance(value, str) else format_metric(key, value)}"
 
 
-def evaluation(metrics: Sequence[str], scored: ScoredEvaluation) -> str:
+def evaluation(metrics: Sequence[str], one: Evaluation) -> str:
     """Return a line for an evaluation during the trial of `hpo train`."""
-    one = scored.evaluation
-    pairs = zip(metrics, scored.values, strict=True)
+    pairs = zip(metrics, one.values, strict=True)
     values = "  ".join(f"{name} {format_metric(name, value)}" for name, value in pairs)
     loss = "" if math.isnan(one.train_loss) else f"  loss {one.train_loss:.4g}"
     return f"step {one.step}  {one.budget_used:4.0%}  {format_seconds(one.seconds)}{loss}  {values}"
@@ -83,49 +82,3 @@ def _errors(check: Compatibility | None) -> dict[str, str]:
 def _ratio(costs: Costs | None, name: str) -> str:
     ratio = getattr(costs, name, None)
     return "" if ratio is None else f"{ratio:.2f}x"
-
-
-def parts_verification(checks: Sequence[PartsCheck], device: str) -> Iterator[Part]:
-    """Show the parts of a model in each low precision, and those that need fp32."""
-    yield Text(device, style="bold")
-    for check in checks:
-        if check.parts:
-            yield f"{check.precision} ({check.support.level})", [_part(part) for part in check.parts]
-        yield from (f"{check.precision}: {text}" for text in _part_messages(check))
-    yield Text(
-        "Errors: this part alone in the low precision, all others in fp32. Speed and memory: this part in "
-        "fp32, against no part in fp32, forward and backward of a micro-batch.",
-        style="dim",
-    )
-
-
-def _part(part: PartCheck) -> dict[str, str]:
-    check, measured = part.own.check, part.own.check.measurement
-    nonfinite = measured.first_nonfinite or measured.nonfinite or ""
-    return {
-        "part": part.own.part,
-        "alone": check.verdict,
-        "first not\nfinite": nonfinite.split(" (")[0],
-        **_errors(check),
-        "speed\nin fp32": _ratio(part.costs, "speed_ratio"),
-        "least": _ratio(part.costs, "least_speed_ratio"),
-        "memory\nin fp32": _ratio(part.costs, "memory_ratio"),
-    }
-
-
-def _part_messages(check: PartsCheck) -> Iterator[str]:
-    if found := check.found:
-        change = f"{found.before} without, {found.after} with" if found.parts else found.after
-        names = ", ".join(found.parts) or "no part"
-        yield f"fp32_parts: auto is {names} ({change}; {found.num_checks} checks)."
-        if found.reason:
-            yield found.reason
-    if check.fastest and check.costs:
-        yield (
-            f"fastest with fp32 in {', '.join(check.fastest)}: {check.costs.speed_ratio:.2f} times as fast, "
-            f"at least {check.costs.least_speed_ratio:.2f} in each pair of passes."
-        )
-    elif check.found and check.costs:
-        yield "no set of parts in fp32 was faster in every pair of passes."
-    if check.note:
-        yield check.note

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from hpo.data.batches import collate
 from hpo.errors import Nonfinite, OutOfMemory
@@ -43,7 +44,21 @@ class Evaluation:
     rates: dict[str, float | None]
     """Throughput of training so far."""
     source_metrics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """{source: {task: {metric: value}}} for tasks in several sources of the data."""
+    """{source: {task: {metric: value}}} for the tasks that several sources of the data have."""
+    values: tuple[float, ...] = ()
+    """The objectives of the study. NaN where one is not defined."""
+    ends_trial: str = ""
+    """The reason why the trial ends with this evaluation, before its budget is used up; empty: none."""
+
+    @property
+    def is_last(self) -> bool:
+        """True if the trial ends by itself with this evaluation."""
+        return bool(self.ends_trial) or self.budget_used >= 1
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Evaluation:
+        """Return the evaluation of a checkpoint, which has it `asdict`."""
+        return TypeAdapter(cls).validate_python(state)
 
 
 def scores_by_source(

@@ -1,6 +1,6 @@
-"""Common code of running trials: the check, the resume, evaluations, limits, checkpoints and the end.
+"""Common code of running trials: resume, evaluations, limits, checkpoints and the end.
 
-`TrialRun` adds the training loop of this package, `OwnTrial` the training function of a study's code.
+`TrialRun` trains with the loop of this package, `OwnTrial` with the training function of a study's code.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,24 @@ from hpo.training.clock import CompileClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY
 from hpo.training.throughput import ThroughputMeter
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import Compatibility, checked_on
-from hpo.trial.objectives import final_values, is_better, objective_value, undefined_metric
-from hpo.trial.patience import patience_over
-from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder
+from hpo.trial.objectives import (
+    final_values,
+    is_better,
+    objective_value,
+    patience_over,
+    undefined_metric,
+)
+from hpo.trial.telemetry import Callbacks, Progress, TrialRecorder
 
-CHECKPOINT_FORMAT = 11
+CHECKPOINT_FORMAT = 12
 """Raise it when the state in a checkpoint changes. A trial does not resume from another format."""
 
 UTILIZATION_EVERY = 20
-"""Steps between two samples of the device's utilisation, and two looks at a limit of memory."""
+"""Steps between two samples of the device's utilisation and its memory."""
 
 RATED_STEPS = 13
-"""Steps, those of the warm-up among them, before a limit of training speed may end a trial."""
+"""Steps, with those of the warm-up, before a limit of training speed may end a trial."""
 
 
 class BaseRun(ABC):
@@ -60,6 +65,8 @@ class BaseRun(ABC):
     store: CheckpointStore
     mixed_precision: MixedPrecision
     last_evaluation: Evaluation
+    tasks: Sequence[Task] = ()
+    """The tasks of the model; none if the study's own code trains."""
 
     def __init__(
         self,
@@ -79,43 +86,36 @@ class BaseRun(ABC):
         self.first_values: list[float] = []
         """The first objective at each evaluation."""
         self.stopped_early = ""
-        """Why the training ends before its budget is used up; empty: it does not."""
-        self.best: ScoredEvaluation | None = None
+        """The reason why the training ends before its budget is used up."""
+        self.best: Evaluation | None = None
         self.undefined = ""
-        """The metric that the last evaluation lacks, though an objective or a limit needs it."""
+        """A metric of an objective or a limit without a value in the last evaluation."""
         self.train_loss: float | None = None
         self.examples_per_second: float | None = None
         self.last_saved = time.monotonic()
 
+    @contextmanager
+    def checkpoints(self, folder: Path | None, key: str, mirror: CheckpointMirror | None) -> Iterator[None]:
+        """Open the checkpoints with this key and set the precision's backend flags during the block."""
+        recorder, device = self.recorder, self.parts.device
+        # The functions must not refer to `self`, or the model stays in memory until garbage is collected.
+        recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(device)})
+        store = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
+        recorder.follow(lambda: {"checkpoint_problems": list(store.problems)})
+        precision, amp = self.parts.resolution.precision, self.parts.config.amp
+        self.mixed_precision = MixedPrecision(precision, amp, device)
+        with backend_flags(precision, amp), store as self.store:
+            yield
+
+    @abstractmethod
     def run(
         self, folder: Path | None, resume_key: str, mirror: CheckpointMirror | None = None
     ) -> tuple[float, ...]:
         """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
-        parts, recorder, device = self.parts, self.recorder, self.parts.device
-        # The function must not refer to `self`, or the model stays in memory until garbage is collected.
-        recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(device)})
-        key = self._checkpoint_key(resume_key)
-        checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
-        recorder.follow(lambda: {"checkpoint_problems": list(checkpoints.problems)})
-        precision, amp = parts.resolution.precision, parts.config.amp
-        self.mixed_precision = MixedPrecision(precision, amp, device)
-        with backend_flags(precision, amp), checkpoints as self.store:
-            self._run()
-            return distributed.decide(self._finish)
-
-    # Each kind of trial defines these.
-
-    @abstractmethod
-    def _checkpoint_key(self, resume_key: str) -> str:
-        """Return what a checkpoint must have for the trial to go on from it."""
-
-    @abstractmethod
-    def _run(self) -> None:
-        """Check, prepare, resume and train."""
 
     @abstractmethod
     def _load(self, checkpoint: Checkpoint) -> None:
-        """Take over the model and the optimizer of a checkpoint."""
+        """Load the model and the optimizer of a checkpoint."""
 
     @abstractmethod
     def _weights(self) -> dict[str, Tensor]:
@@ -123,11 +123,7 @@ class BaseRun(ABC):
 
     @abstractmethod
     def _training_state(self) -> dict[str, Any]:
-        """Return the state for a resume, beside the progress of the trial."""
-
-    @abstractmethod
-    def _best_state(self, scored: ScoredEvaluation) -> dict[str, Any]:
-        """Return the state that is kept beside the weights of the best evaluation."""
+        """Return the state for a resume, besides the progress of the trial."""
 
     @abstractmethod
     def _optimizer_facts(self) -> dict[str, Any]:
@@ -135,11 +131,7 @@ class BaseRun(ABC):
 
     @abstractmethod
     def _budget_used(self) -> float:
-        """Return the share of the trial's budget that is used up."""
-
-    @abstractmethod
-    def _tasks(self) -> Sequence[Task]:
-        """Return the tasks of the model; none if the study's own code trains."""
+        """Return the used share of the trial's budget."""
 
     @abstractmethod
     def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
@@ -149,16 +141,23 @@ class BaseRun(ABC):
     def _why_undefined(self) -> str:
         """Return the reason why no evaluation had a value of each objective and limit."""
 
-    @abstractmethod
-    def _on_values(self, evaluation: Evaluation, values: tuple[float, ...]) -> None:
+    def _on_values(self, evaluation: Evaluation) -> None:  # noqa: B027
         """Handle an evaluation before it is reported."""
 
-    # All trials do these.
+    def _best_state(self) -> dict[str, Any]:
+        """Return the state beside the weights of the best evaluation."""
+        return {"precision": self.parts.resolution.effective, "best": self.best and asdict(self.best)}
+
+    def _keep_best(self, best: Evaluation) -> bool:
+        """Keep the checkpoints of a finished trial. Returns whether its best weights are there."""
+        return self.store.finish(best.step)
+
+    # The precision
 
     def judge(self, compatibility: Compatibility, *more: str) -> None:
-        """Record the check of the precision, and end the trial if that did not pass.
+        """Record the check of the precision. Raises the end of a trial that did not pass.
 
-        `more` are reasons beside those of the check.
+        `more` are reasons besides those of the check.
         """
         device = self.parts.device
         self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
@@ -166,25 +165,39 @@ class BaseRun(ABC):
             if compatibility.verdict == end.outcome:
                 raise end(" ".join((*compatibility.reasons, *more)))
 
-    def _forget_setup_memory(self) -> None:
-        """Reset the peak memory, which so far is that of loading and of the check."""
-        release_free_memory(self.parts.device)
-        reset_peak_memory(self.parts.device)
+    def note_observed(self, seen: Observation, *, compiled: bool = False, unverified: str = "") -> Agreement:
+        """Record the observed precision of the model.
+
+        `unverified` is a reason why the observation does not show the precision of the training.
+        """
+        resolution = self.parts.resolution
+        agreement = Agreement(None, unverified) if unverified else seen.agreement(resolution.precision)
+        agrees, reason = agreement
+        observed = {
+            "observed": seen.telemetry(compiled=compiled),
+            "agrees": agrees,
+            "reason": " ".join(filter(None, (resolution.reason, reason))),
+            "observed_reason": reason,  # without the reason of a fallback
+        }
+        self.recorder.note(precision=asdict(resolution) | observed)
+        return agreement
+
+    # Checkpoints
 
     def _resume(self) -> None:
-        """Go on from the trial's last checkpoint if there is one.
+        """Continue from the trial's last checkpoint if there is one.
 
         The best weights may be newer than the last checkpoint. Their evaluation is then made again, but its
         reported value stays the best until there is a better one.
         """
-        # Rank 0 alone reads checkpoints, so that all go on from the same.
+        # Rank 0 alone reads checkpoints, so that all continue from the same.
         best, last = distributed.decide(lambda: (self.store.best(), self.store.latest()))
         for best_state in [one.state["best"] for one in (best, last) if one and one.state["best"]]:
             # The best weights may be older, too, if newer ones could not be written.
-            scored = ScoredEvaluation.from_state_dict(best_state)
+            evaluation = Evaluation.from_state_dict(best_state)
             values = self.best.values if self.best else None
-            if is_better(self.parts.study.objective[0], scored.values, values):
-                self._set_best(scored)
+            if is_better(self.parts.study.objective[0], evaluation.values, values):
+                self._set_best(evaluation)
         if last is None:
             return
         state = last.state
@@ -196,89 +209,57 @@ class BaseRun(ABC):
         self.meter.load_state_dict(state["meter"])
         self.recorder.note(resumed_from_step=self.state.step)
 
-    def note_observed(self, seen: Observation, *, compiled: bool = False, unverified: str = "") -> Agreement:
-        """Record in which precision the model was seen to compute.
+    def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
+        """Write a checkpoint, at the end of the budget without the state for a resume.
 
-        `unverified` is a reason why what was seen does not tell how the trial trains.
+        Raises Nonfinite if the training cannot recover: a resumed trial would forget that.
         """
-        resolution = self.parts.resolution
-        agreement = Agreement(None, unverified) if unverified else seen.agreement(resolution.precision)
-        agrees, reason = agreement
-        observed = {
-            "observed": seen.telemetry(compiled=compiled),
-            "agrees": agrees,
-            "reason": " ".join(filter(None, (resolution.reason, reason))),
-            "observed_reason": reason,  # without that of a fallback
+        self.mixed_precision.check()
+        state = {
+            "progress": self.state.state_dict(),
+            **self._training_state(),
+            "mixed_precision": self.mixed_precision.state_dict(),
+            "best": self.best and asdict(self.best),
+            "evaluation_rates": self.evaluation_rates,
+            "first_values": self.first_values,
+            "meter": self.meter.state_dict(),
         }
-        self.recorder.note(precision=asdict(resolution) | observed)
-        return agreement
+        self.store.save(self.state.step, self._weights(), state=None if at_end else state, best=best)
+        self.last_saved = time.monotonic()
+
+    def _is_checkpoint_due(self) -> bool:
+        return time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
+
+    def _forget_setup_memory(self) -> None:
+        """Reset the peak memory, so that loading and the check do not count."""
+        release_free_memory(self.parts.device)
+        reset_peak_memory(self.parts.device)
+
+    # Steps
+
+    def _after_step(self) -> Progress:
+        """Report the progress and sample the device. Raises Preempted or Pruned if the trial is to end."""
+        progress = self._progress()
+        self.callbacks.on_progress(progress)
+        self._stop_if_asked()
+        if self.state.step % UTILIZATION_EVERY == 0:
+            self.utilization.sample()
+        if self.state.step % UTILIZATION_EVERY == 1 and (broken := self._broken_early()):
+            raise Pruned(broken)
+        return progress
 
     def _progress(self) -> Progress:
         state = self.state
-        if state.step % CHECK_EVERY[self.parts.device.type] == 0:  # after which no value is waited for
+        if state.step % CHECK_EVERY[self.parts.device.type] == 0:  # here, no read waits for the device
             if state.num_losses:
                 self.train_loss = float(state.loss_sum) / state.num_losses
             self.examples_per_second = self.meter.summary()["train_examples_per_second"]
-        return Progress(
-            state.step,
-            self._budget_used(),
-            self.train_loss,
-            self.examples_per_second,
-            self.store.write_seconds,
-        )
+        used, write_seconds = self._budget_used(), self.store.write_seconds
+        return Progress(state.step, used, self.train_loss, self.examples_per_second, write_seconds)
 
-    def _stop_if_told(self) -> None:
+    def _stop_if_asked(self) -> None:
         if self.callbacks.should_stop():
             raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
-
-    def _after_step(self) -> Progress:
-        """Tell the progress, sample the device, and stop the trial where that is due."""
-        progress = self._progress()
-        self.callbacks.on_progress(progress)
-        self._stop_if_told()
-        if self.state.step % UTILIZATION_EVERY == 0:
-            self.utilization.sample()
-        if self.state.step % UTILIZATION_EVERY == 1 and (told := self._broken_early()):
-            raise Pruned(told)
-        return progress
-
-    def _on_evaluation(self, evaluation: Evaluation) -> bool:
-        """Report an evaluation and save the best weights. Returns whether the training ends early with it."""
-        if evaluation.examples_per_second is not None:
-            self.evaluation_rates.append(evaluation.examples_per_second)
-        kept = self._optimizer_facts()
-        weights = sum(weight.nbytes for weight in self._weights().values())
-        # Those to continue from and the best ones.
-        self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
-        broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
-        values = self._values(evaluation)
-        self.first_values.append(values[0])
-        study = self.parts.study
-        if told := patience_over(self.first_values, study.objective[0], study.evaluation):
-            self._end_early(evaluation.step, evaluation.budget_used, told)
-        self._on_values(evaluation, values)
-        self.last_evaluation = evaluation
-        scored = ScoredEvaluation(evaluation, values, broken, self.stopped_early)
-        if scored.is_last and not broken:
-            self._check_measured(evaluation)
-        best_values = self.best.values if self.best else None
-        better = not self.undefined and is_better(study.objective[0], scored.values, best_values)
-        if better:
-            self._set_best(scored)
-        paused = None
-        try:
-            self.callbacks.on_evaluation(scored)
-        except Paused as end:
-            paused = end
-        if better:
-            # After the report, so that a resumed trial never lacks one.
-            at_end = evaluation.budget_used >= 1 or bool(self.stopped_early)
-            self._save(self._best_state(scored), at_end=at_end)
-        if broken:
-            raise Pruned(broken)
-        if paused:
-            raise paused
-        return bool(self.stopped_early)
 
     def _end_early(self, step: int, budget_used: float, reason: str) -> None:
         """End the training before its budget is used up. The first reason stays."""
@@ -287,20 +268,60 @@ class BaseRun(ABC):
             self.stopped_early = f"Training ended early {at}: {reason}."
             self.recorder.note(stopped_early=self.stopped_early)
 
-    def _broken_early(self, evaluation: Evaluation | None = None) -> str:
-        """Return the limits that the trial is already known to break; empty: none.
+    # Evaluations
 
-        Memory only grows. A speed is judged at an evaluation, when warm-up is a small part of it.
-        """
-        limits = self.parts.study.constraints
-        known: dict[str, float | None] = {}
-        if memory := limits.get("peak_memory_bytes"):
-            known["peak_memory_bytes"] = max(peak_memory_bytes(self.parts.device), memory.min or 0)
-        if evaluation and self.meter.totals().steps >= RATED_STEPS:
-            known |= evaluation.rates
-        if evaluation and len(self.evaluation_rates) > 1:
-            known["evaluation_examples_per_second"] = float(np.median(self.evaluation_rates))
-        return broken_limits(limits, known)
+    def _on_evaluation(self, evaluation: Evaluation) -> bool:
+        """Report an evaluation and save the best weights. Returns whether the training ends early with it."""
+        study, objective = self.parts.study, self.parts.study.objective[0]
+        if evaluation.examples_per_second is not None:
+            self.evaluation_rates.append(evaluation.examples_per_second)
+        kept = self._optimizer_facts()
+        weights = sum(weight.nbytes for weight in self._weights().values())
+        # The last weights and the best ones.
+        self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
+        broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
+        evaluation = replace(evaluation, values=self._values(evaluation))
+        self.first_values.append(evaluation.values[0])
+        if reason := patience_over(self.first_values, objective, study.evaluation):
+            self._end_early(evaluation.step, evaluation.budget_used, reason)
+        self._on_values(evaluation)
+        evaluation = replace(evaluation, ends_trial=broken or self.stopped_early)
+        self.last_evaluation = evaluation
+        if evaluation.is_last and not broken:
+            self._check_measured(evaluation)
+        best_values = self.best.values if self.best else None
+        better = not self.undefined and is_better(objective, evaluation.values, best_values)
+        if better:
+            self._set_best(evaluation)
+        paused = None
+        try:
+            self.callbacks.on_evaluation(evaluation)
+        except Paused as end:
+            paused = end
+        if better:
+            # After the report, so that a resumed trial never lacks one.
+            at_end = evaluation.budget_used >= 1 or bool(self.stopped_early)
+            self._save(self._best_state(), at_end=at_end)
+        if broken:
+            raise Pruned(broken)
+        if paused:
+            raise paused
+        return bool(self.stopped_early)
+
+    def _set_best(self, evaluation: Evaluation) -> None:
+        self.best = evaluation
+        self.recorder.note(metrics=evaluation.metrics)
+        if evaluation.source_metrics:
+            self.recorder.note(source_metrics=evaluation.source_metrics)
+
+    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
+        study, metrics, measured = self.parts.study, evaluation.metrics, self._measured(evaluation)
+        undefined = {name: undefined_metric(name, metrics, self.tasks) for name in study.named_metrics}
+        self.undefined = next(filter(None, undefined.values()), "")
+        return tuple(
+            math.nan if undefined[one.metric] else objective_value(one.metric, metrics, self.tasks, measured)
+            for one in study.objective
+        )
 
     def _measured(self, evaluation: Evaluation) -> dict[str, float | None]:
         return {
@@ -317,39 +338,22 @@ class BaseRun(ABC):
                 why = self._why_unmeasured(name, evaluation)
                 raise Incompatible(f"the metric {name} has no value: {why}")
 
-    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
-        study, measured = self.parts.study, self._measured(evaluation)
-        tasks, found = self._tasks(), evaluation.metrics
-        undefined = {name: undefined_metric(name, found, tasks) for name in study.named_metrics}
-        self.undefined = next(filter(None, undefined.values()), "")
-        return tuple(
-            math.nan if undefined[one.metric] else objective_value(one.metric, found, tasks, measured)
-            for one in study.objective
-        )
+    def _broken_early(self, evaluation: Evaluation | None = None) -> str:
+        """Return the limits that the trial certainly breaks; empty: none.
 
-    def _set_best(self, scored: ScoredEvaluation) -> None:
-        self.best = scored
-        self.recorder.note(metrics=scored.evaluation.metrics)
-        if of_sources := scored.evaluation.source_metrics:
-            self.recorder.note(source_metrics=of_sources)
-
-    def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
-        """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either.
-
-        Raises Nonfinite if the training cannot recover: going on from the checkpoint must not forget that.
+        Memory only grows. A speed is judged at an evaluation, when warm-up is a small part of it.
         """
-        self.mixed_precision.check()
-        state = {
-            "progress": self.state.state_dict(),
-            **self._training_state(),
-            "mixed_precision": self.mixed_precision.state_dict(),
-            "best": self.best and asdict(self.best),
-            "evaluation_rates": self.evaluation_rates,
-            "first_values": self.first_values,
-            "meter": self.meter.state_dict(),
-        }
-        self.store.save(self.state.step, self._weights(), state=None if at_end else state, best=best)
-        self.last_saved = time.monotonic()
+        limits = self.parts.study.constraints
+        known: dict[str, float | None] = {}
+        if memory := limits.get("peak_memory_bytes"):
+            known["peak_memory_bytes"] = max(peak_memory_bytes(self.parts.device), memory.min or 0)
+        if evaluation and self.meter.totals().steps >= RATED_STEPS:
+            known |= evaluation.rates
+        if evaluation and len(self.evaluation_rates) > 1:
+            known["evaluation_examples_per_second"] = float(np.median(self.evaluation_rates))
+        return broken_limits(limits, known)
+
+    # The end
 
     def _finish(self) -> tuple[float, ...]:
         if self.best is None:
@@ -362,7 +366,3 @@ class BaseRun(ABC):
             kept = best_checkpoint(self.store.folder)
             self.recorder.note(weights_digest=kept and bits_digest(kept.weights))
         return final_values(self.parts.study.objective, self.best.values, self.recorder.telemetry())
-
-    def _keep_best(self, best: ScoredEvaluation) -> bool:
-        """Keep the checkpoints of a trial that has ended. Returns whether its best weights are there."""
-        return self.store.finish(best.evaluation.step)

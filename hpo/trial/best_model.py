@@ -1,4 +1,4 @@
-"""The model that a trial left behind: its best checkpoint, evaluated on a split, or exported."""
+"""The model of a finished trial: its best checkpoint, evaluated on a split, or exported."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hpo.errors import DataError, RunError, TrialEnd, did_you_mean
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
-from hpo.models.encoder import attention_on, hub_id
+from hpo.models.encoder import attention_on
 from hpo.models.export import BaseModel, ExportSettings, export_adapter, export_model
+from hpo.models.hub import hub_id
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
@@ -28,7 +29,7 @@ from hpo.training.checkpoint import best_checkpoint
 from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.metrics import RowStatistics
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import TrialResult
 from hpo.versions import installed_versions
 
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation, str]
@@ -36,7 +37,7 @@ _BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation, str]
 
 @dataclass(frozen=True)
 class TrialSource:
-    """The trial that a model comes from, as its study recorded it."""
+    """The trial of a model, as its study recorded it."""
 
     number: int
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -52,11 +53,11 @@ def split_predictions(
     split: str,
     on_batch: Callable[[], None] = lambda: None,
 ) -> SplitPredictions:
-    """What a trial's best checkpoint says of a split, under the trial's precision and with its thresholds.
+    """Predict a split with a trial's best checkpoint, in the trial's precision and with its thresholds.
 
-    `folder` and `params` are the trial's. `on_batch` runs before each batch; what it raises ends this. Raises
-    RunError when the checkpoint is gone or damaged, DataError when there is no such split, Unsupported when
-    this device cannot run the precision, Nonfinite when its logits are not finite.
+    `folder` and `params` are the trial's. `on_batch` runs before each batch. Raises RunError if the
+    checkpoint is gone or damaged, DataError if there is no such split, Unsupported if this device cannot run
+    the precision, Nonfinite if the logits are not finite.
     """
     splits = executor.dataset.splits
     if split not in splits:
@@ -80,11 +81,10 @@ def split_predictions(
 def with_scores(
     executor: Executor, folder: Path, params: Mapping[str, Any], result: TrialResult, split: str
 ) -> tuple[TrialResult, Mapping[str, RowStatistics]]:
-    """The result of a trial that has just ended, and what each row of a split says of its best weights.
+    """Return the result of a finished trial, and the row statistics of its best weights on a split.
 
-    Of test, the metrics are in the result too. A trial whose best weights were not kept ends as `failed`, to
-    be tried again, and one whose logits are not finite there as `nonfinite`. If it is not complete, there is
-    nothing.
+    Metrics on test are added to the result. A complete trial ends as `failed`, to be tried again, if its best
+    weights were not kept, and as `nonfinite` if its logits are not finite. Other trials have no statistics.
     """
     if result.outcome != Outcome.COMPLETE:
         return result, {}
@@ -101,11 +101,10 @@ def with_scores(
 def export_checkpoint(
     executor: Executor, folder: Path, out_dir: Path, trial: TrialSource, *, merge: bool = False
 ) -> Path:
-    """Write a trial's best checkpoint as a folder that transformers and this package load.
+    """Write a trial's best checkpoint as a folder for transformers and this package.
 
-    With `merge` an adapter is added to the weights; else it is written by itself, as peft has it.
-
-    Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
+    With `merge` an adapter is added to the weights; else it is written by itself, as in peft. Raises RunError
+    if the checkpoint is gone or damaged, ModelError if `out_dir` is not free.
     """
     model, config, precision, evaluation, digest = _best_model(executor, folder, trial.params)
     # Weights that could not be written leave those of an older evaluation.
@@ -129,7 +128,7 @@ def export_checkpoint(
         return export_model(model, tokenizer, out_dir, settings)
     if merge:
         merge_adapter(model)
-        # The layers of the adapter are gone: what was inside one is the layer itself now.
+        # The layers of the adapter are gone: a module inside one is the layer itself now.
         parts = dict.fromkeys(re.split(r"\.(?:base_layer|lora_)", name)[0] for name in settings.fp32_parts)
         return export_model(model, tokenizer, out_dir, replace(settings, fp32_parts=tuple(parts)))
     manual_seed(config.seed)  # as in `_best_model`
@@ -149,8 +148,7 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
         )
     precision = PRECISIONS[best.state["precision"]]
     config = build_trial_config(executor.study, params, precision.name, executor.amp)
-    # Those that `auto` found; a checkpoint of an earlier version has none.
-    config = config.model_copy(update={"fp32_parts": tuple(best.state.get("fp32_parts", ()))})
+    config = config.model_copy(update={"fp32_parts": tuple(best.state["fp32_parts"])})
     precision = replace(precision, frozen=config.base_precision)
     runnable = attention_on(executor.device.type, config.attention)
     manual_seed(config.seed)  # frozen weights that are random are those of the trial
@@ -164,12 +162,12 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
     set_float32_parts(model, config.fp32_parts)
     prepare_model(model, precision)
     load_trained(model, best.weights)
-    evaluation = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation
+    evaluation = Evaluation.from_state_dict(best.state["best"])
     return model, config, precision, evaluation, digest
 
 
 def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> dict[str, Any]:
-    """Where an exported model comes from: what its hpo.json says of study, trial and data."""
+    """Return the origin of an exported model for its hpo.json: study, trial and data."""
     study = executor.study
     dataset, precision = executor.dataset, trial.telemetry.get("precision", {})
     settings = config.model_dump(mode="json", exclude={"encoder", "amp"}, exclude_none=True)
@@ -207,7 +205,7 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
 
 
 def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dict[str, Any]:
-    """Name and revision of an encoder; of a folder its name alone, and no path of this machine."""
+    """Return name and revision of an encoder, without a path of this machine."""
     if not isinstance(encoder, str):
         return {"name": f"a fresh {encoder.get('model_type')}", "hub_id": None}
     of_hub = hub_id(encoder)

@@ -1,9 +1,9 @@
-"""Does a precision work with this model? For any module and loss, without a study.
+"""Check of a precision with any module and loss, without a study.
 
     check = hpo.check_precision(model, loss_of_batch, batch, "bf16")
     print(check)
 
-It is the check that a trial has before it trains (`hpo.trial.compat`), with the costs of the batch.
+It is the check before a trial (`hpo.trial.compat`), with the costs of the batch.
 """
 
 from __future__ import annotations
@@ -44,31 +44,28 @@ def check_precision(
 ) -> Compatibility:
     """Train `model` forward and backward on one batch in fp32 and under `precision`, and compare.
 
-    Measured are the relative error of each output ||y - y32|| / ||y32|| (of a model that is not called as a
-    whole, of the loss) and of the gradients (their cosine); where something is not finite, the first module
-    and operator that made it so; the format of the products with each weight; speed and memory against
-    fp32. Dropout is off, and random numbers are the same in both. The model comes back as it was, without
-    gradients. What is emulated on this device is measured too, and the reasons say so.
+    Measured are the relative error of each output ||y - y32|| / ||y32|| (of the loss, if the model is not
+    called as a whole), the cosine of the gradients, the first module and operator without finite numbers, the
+    formats of the products with weights, speed and memory against fp32. Both sides have the same random
+    numbers and no dropout. The model comes back unchanged, without gradients. An emulated precision is
+    measured too, and the reasons say so.
 
     Args:
         model: with weights in fp32, all on one device.
-        loss_of_batch: gives the loss, a scalar tensor, of `(model, batch)`. It calls the model it is given,
-            which may be a copy.
-        batch: whatever that takes, on the model's device. Where weights are bf16 ones (`bf16-true`), so are
-            its floating-point tensors.
+        loss_of_batch: returns the loss, a scalar tensor, of `(model, batch)`. The model may be a copy.
+        batch: an argument of `loss_of_batch` on the model's device. Floating-point tensors are bf16 under
+            `bf16-true`.
         precision: as a trial's `fp_precision`: fp32, tf32, bf16, fp16, bf16-true or fp8.
-        repeats: how often each side is timed, in turn, at least 1; of these the fastest counts. Both sides
-            run uncompiled. They have no dropout.
+        repeats: timed passes of each side, uncompiled and in turn, at least 1; the fastest counts.
 
     Returns:
-        The verdict by the bounds that studies have without `compat`, with every reason for it, the
-        measurement, and the costs of the batch. It is `ok`, `degraded`, `incompatible`, or `invalid` if fp32
-        is not finite either. Its text is for people.
+        The verdict by the default bounds of studies with every reason, the measurement, and the costs of the
+        batch: `ok`, `degraded`, `incompatible`, or `invalid` if fp32 is not finite either.
 
     Raises:
-        InputError: there is no such precision, this device cannot run it, or the model or loss are not as
+        InputError: there is no such precision, this device cannot run it, or the model or loss is not as
             above.
-        Exception: whatever `loss_of_batch` raises with the model as it is, and an allocator.
+        Exception: an error of `loss_of_batch` with the unchanged model, or of the allocator.
     """
     try:
         precision = canonical_precision(precision)
@@ -92,7 +89,7 @@ def check_precision(
 
 
 def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -> Costs | None:
-    """The costs without dropout. None: both sides do not fit into memory together."""
+    """Measure the costs without dropout. None: both sides do not fit into memory together."""
     try:
         with training_without_dropout(model):
             return measure_costs(model, amp, work, repeats)
@@ -103,7 +100,7 @@ def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -
 
 
 def device_of(model: nn.Module) -> DeviceInfo:
-    """Where the model is. Raises InputError for one that cannot be a reference in fp32."""
+    """Return the device of the model. Raises InputError if it cannot be a reference in fp32."""
     parameters = [one for one in model.parameters() if one.is_floating_point()]
     devices = {one.device for one in parameters}
     known = {torch.device("cpu")}
@@ -123,7 +120,7 @@ def device_of(model: nn.Module) -> DeviceInfo:
 
 
 def try_loss(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> None:
-    """Raise what is raised without any precision, and InputError for what is no loss."""
+    """Try the loss in fp32. Raises its errors, and InputError if it is no loss."""
     with restored(model):
         loss = loss_of_batch(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -147,7 +144,7 @@ def work_of_loss(loss_of_batch: LossOfBatch, batch: Any) -> Work:
 
         with model.register_forward_hook(note):
             loss = loss_of(model).squeeze()
-        # A model that is not called as a whole, or gives what nothing is known of, has only its loss.
+        # A model called in parts, or without tensors in its output, has only its loss.
         return loss, outputs or {"loss": loss}
 
     return Work(forward, loss_of)

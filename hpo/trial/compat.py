@@ -1,4 +1,4 @@
-"""Does this model work under this precision on this device? Asked on a small batch before a trial trains.
+"""The check before a trial: does this model work under this precision on this device?
 
     ok            as expected of the precision
     degraded      works, but further from fp32 than the study's bounds, or not everywhere in the precision
@@ -6,7 +6,7 @@
     invalid       fp32 is not finite or raises, too, or does not fit into memory: nothing is known against
                   the precision
 
-What is measured (`hpo.trial.measure`) does not depend on the study's bounds, so it is cached and judged anew.
+The measurement (`hpo.trial.measure`) does not depend on the study's bounds, so it is cached and judged anew.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpo.precision.float8 import NEEDS_COMPILE, no_float8
 from hpo.precision.table import PRECISIONS
 from hpo.trial.costs import Costs
 from hpo.trial.measure import MEASUREMENT_VERSION, Measurement, measure
-from hpo.trial.trial_parts import TrialParts
+from hpo.trial.parts import TrialParts
 from hpo.versions import installed_versions
 
 NOT_OF_PRECISION = "The fault is in the model, its settings or the data, not in the precision."
@@ -52,7 +52,7 @@ class Compatibility:
     """None: not measured, as in the check of a trial."""
 
     def __str__(self) -> str:
-        """For people: the verdict, what was measured, and the reasons, a line each."""
+        """Return the verdict, the measurement and the reasons, a line each."""
         found = self.measurement
         lines = [f"{found.precision}: {self.verdict}"]
         errors = found.logits_relative_error.items()
@@ -70,13 +70,13 @@ class Compatibility:
         return "\n".join([*lines, *self.reasons])
 
     def telemetry(self) -> dict[str, Any]:
-        """One record, with the entries of the measurement."""
+        """Return one record, with the entries of the measurement."""
         verdict = {"verdict": self.verdict, "reasons": self.reasons, "cached": self.cached}
         return verdict | asdict(self.measurement)
 
 
 def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = False) -> Compatibility:
-    """The verdict on a measurement under a study's bounds, with every reason for it."""
+    """Return the verdict on a measurement under a study's bounds, with every reason for it."""
     incompatible: list[str] = []
     degraded: list[str] = []
     name = measurement.precision
@@ -118,14 +118,12 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
     if measurement.agrees is None and measurement.disagreement:
         reasons.append(f"{UNVERIFIED}: {measurement.disagreement}")
     if not measurement.reference_fits:
-        reasons.append(
-            f"fp32 does not fit into memory here, so of {name} only that it is finite was checked."
-        )
+        reasons.append(f"fp32 does not fit into memory here, so {name} was only checked for finite numbers.")
     return Compatibility(verdict, tuple(reasons), measurement, cached)
 
 
 class CompatibilityCache(Protocol):
-    """Where measurements are kept between trials and workers: `hpo.study.store.storage.Storage`."""
+    """Keeps measurements between trials and workers: `hpo.study.store.storage.Storage`."""
 
     def get_compat(self, key: str) -> Mapping[str, Any] | None: ...
 
@@ -133,9 +131,9 @@ class CompatibilityCache(Protocol):
 
 
 def check_compatibility(parts: TrialParts, cache: CompatibilityCache | None) -> Compatibility:
-    """The verdict on a trial's precision, measured unless the cache has it.
+    """Return the verdict on a trial's precision, measured unless the cache has it.
 
-    Raises OutOfMemory when not even one example fits into memory under the precision.
+    Raises OutOfMemory if not even one example fits into memory under the precision.
     """
     bounds = parts.study.compat
     if not bounds.enabled:
@@ -151,10 +149,10 @@ def check_compatibility(parts: TrialParts, cache: CompatibilityCache | None) -> 
 
 
 def measure_parts(parts: TrialParts) -> Measurement:
-    """Measure on the longest window of the data beside the two shortest, which are nearly all padding.
+    """Measure on the longest window of the data and the two shortest, which are nearly all padding.
 
-    Where these do not fit into memory (under the precision or in fp32), measure on the longest alone. Raises
-    OutOfMemory where the precision does not fit with that either.
+    If these do not fit into memory (under the precision or in fp32), measure on the longest alone. Raises
+    OutOfMemory if the precision does not fit with it either.
     """
     measurement = None
     for batch in (parts.batch(2, 1), parts.batch(0, 1)):
@@ -172,9 +170,9 @@ def measure_parts(parts: TrialParts) -> Measurement:
 
 
 def checked_on(device: DeviceInfo) -> str:
-    """What a result speaks for: this kind of device, with these versions of what computes on it.
+    """Return the conditions of a result: kind of device, versions, and variables that disable instructions.
 
-    A result of one kind says nothing of another, nor one under variables that take instructions away.
+    A result says nothing about other conditions.
     """
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     versions |= {"cuda": device.cuda_version or "", "rocm": device.rocm_version or ""}
@@ -185,7 +183,7 @@ def checked_on(device: DeviceInfo) -> str:
 
 
 def cache_key(parts: TrialParts) -> str:
-    """A hash of all that the check's measurements depend on."""
+    """Return a hash of all conditions of the check's measurements."""
     study, config, data = parts.study, parts.config, parts.study.data
     settings = {
         "version": MEASUREMENT_VERSION,
@@ -223,7 +221,7 @@ def cache_key(parts: TrialParts) -> str:
 
 
 def _files_of(encoder: str | Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
-    """Names, sizes and times of a local encoder's files: its weights may change under the same name."""
+    """Return names, sizes and times of a local encoder's files: they may change under the same name."""
     if not isinstance(encoder, str) or not Path(encoder).is_dir():
         return None
     files = (path for path in Path(encoder).iterdir() if path.is_file())

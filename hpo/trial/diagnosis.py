@@ -1,4 +1,4 @@
-"""Where a trial stopped being finite, and which precision or loss scale helps: the library of `hpo diagnose`.
+"""Diagnosis of a non-finite trial: the operator, and a precision or loss scale that helps.
 
 The batch after the trial's newest checkpoint runs forward and backward, without a compiler and on one rank. A
 trial that ran in the same way had the same dropout masks. If something is not finite, the batch runs again
@@ -28,8 +28,8 @@ from hpo.training.checkpoint import Checkpoint, intact_checkpoints
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Side, Work
 from hpo.trial.nonfinite import is_finite
-from hpo.trial.trial_parts import TrialParts, build_trial, training_args
-from hpo.trial.trial_run import checkpoint_key
+from hpo.trial.parts import TrialParts, build_trial, training_args
+from hpo.trial.run import checkpoint_key
 
 MIN_SCALE = "amp.min_scale"
 LOWEST_SCALE = 2.0**-16
@@ -50,7 +50,7 @@ class StoredTrial:
 
 @dataclass(frozen=True)
 class Broken:
-    """What is not finite first (`logits`, `loss` or `gradients`), and the operator that made it."""
+    """The first that is not finite (`logits`, `loss` or `gradients`), and its operator."""
 
     what: str
     operator: str | None
@@ -58,11 +58,11 @@ class Broken:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings that replaced the trial's for the same batch."""
+    """Other settings for the same batch, and their result."""
 
     settings: Mapping[str, Any]
     heals: bool | None
-    """None if the batch could not run with them."""
+    """None: the batch could not run with them."""
     result: str
 
 
@@ -81,7 +81,7 @@ class Diagnosis:
     """None if all values are finite."""
     remedies: tuple[Remedy, ...]
     breaks_in_fp32: bool | None
-    """Whether the batch also breaks in IEEE fp32 with all weights in fp32. None if it did not run so."""
+    """True if the batch also breaks in IEEE fp32 with all weights in fp32. None: it did not run so."""
 
     def text(self) -> str:
         return "\n".join(self._lines())
@@ -110,7 +110,7 @@ class Diagnosis:
 
 
 def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
-    """Find what is not finite in the batch after a trial's checkpoint, and what helps there.
+    """Find the first non-finite numbers in the batch after a trial's checkpoint, and the remedies.
 
     Raises InputError if the trial is not `nonfinite`, cannot run on this device or does not fit into its
     memory.
@@ -156,10 +156,7 @@ def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
 
 
 def settings_to_try(amp: MixedPrecision, what: str) -> Iterator[dict[str, Any]]:
-    """Yield settings that may help. The last are IEEE fp32 with all weights in fp32.
-
-    Yields none if `amp` has these already.
-    """
+    """Yield possible remedies. The last is IEEE fp32 with all weights in fp32, unless `amp` has it."""
     precision = amp.precision
     if precision.loss_scaling and what == "gradients":
         yield {"init_scale": amp.config.min_scale, MIN_SCALE: LOWEST_SCALE}
@@ -209,7 +206,7 @@ def _last_checkpoint(folder: Path, resume_key: str) -> Checkpoint | None:
 
 
 def _run(parts: TrialParts, start: Checkpoint | None) -> tuple[Side, str | None]:
-    """Run the batch after `start`. Return its last pass, and what is not finite in it."""
+    """Run the batch after `start`. Return its last pass, and the first part that is not finite."""
     parts.prepare()
     amp, state = MixedPrecision(parts.resolution.precision, parts.config.amp, parts.device), TrainState()
     if start is not None:

@@ -2,8 +2,8 @@
 
     resolve precision -> tokens -> model -> compatibility check -> train / evaluate -> TrialResult
 
-Every way a trial can end becomes a `TrialResult`. An error that concerns more than the trial is raised: bad
-data, a full disk, a lost lease, a lost GPU.
+Every end of a trial becomes a `TrialResult`. An error that concerns more than the trial is raised: bad data,
+a full disk, a lost lease, a lost GPU.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ from hpo.training.distributed import announce, check_same, is_distributed, next_
 from hpo.training.losses import check_loss
 from hpo.training.metrics import score
 from hpo.trial.base_run import RATED_STEPS, BaseRun
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metrics, limited_values, objective_value, undefined_metric
-from hpo.trial.telemetry import TrialRecorder, TrialResult, device_facts
-from hpo.trial.trial_parts import TrialLoader, build_trial, fit_pruner
-from hpo.trial.trial_run import TrialRun
+from hpo.trial.parts import TrialLoader, build_trial, fit_pruner
+from hpo.trial.run import TrialRun
+from hpo.trial.telemetry import Callbacks, TrialRecorder, TrialResult, device_facts
 from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 
 _logger = logging.getLogger(__name__)
@@ -72,8 +71,8 @@ _Ended = tuple[Outcome, str, tuple[float, ...] | None, str | None]
 class Executor:
     """Runs trials of one study on one device; `loader` keeps data and tokens from trial to trial.
 
-    Raises DataError when the study's data cannot be used, InputError when its objective names a metric
-    that no task has, or the environment makes a precision of the device untrue.
+    Raises DataError if the study's data cannot be used, InputError if no task has a metric of its objective,
+    or if the environment makes a precision of the device untrue.
     """
 
     def __init__(
@@ -97,11 +96,11 @@ class Executor:
             limit_threads(device)
         if device.type == "cuda":  # 1.0: this process may have run a study with less
             torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction or 1.0, device.index)
-        # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
+        # Compiled kernels are kept between trials and runs, unless the user has a folder for them already.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
 
     def _load(self) -> None:
-        """Load the data, and check that the study fits them."""
+        """Load the data, and check the study against them."""
         study = self.study
         self.loader = TrialLoader(self.resolved, self.runs_dir)
         self.dataset, self.tasks = self.loader.dataset, self.loader.tasks
@@ -117,7 +116,7 @@ class Executor:
         return self.dataset.fingerprint
 
     def fit_pruner(self) -> tuple[StudyConfig, str]:
-        """Return the study with the pruner that suits its data, and the reason (`hpo.trial.trial_parts`)."""
+        """Return the study with the pruner for its data, and the reason."""
         return fit_pruner(self.study, self.dataset)
 
     @property
@@ -133,7 +132,7 @@ class Executor:
         return self.resolved.amp
 
     def _check_settings_of_tasks(self) -> None:
-        """Refuse, before the first trial, a loss that fits no task, and the weight or head of no task."""
+        """Raise InputError for a loss that fits no task, or for the weight or head of an unknown task."""
         space = self.study.search_space
         searched = getattr(space.get("loss"), "choices", ())
         for loss in (self.study.training.loss, *searched):
@@ -146,7 +145,7 @@ class Executor:
                     raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
-        """Where a trial of this study keeps its checkpoints."""
+        """Return the folder of a trial's checkpoints."""
         folder = self.study.checkpoint.folder_of(self.study.name, study_token, self.runs_dir)
         return folder / f"trial-{number:05d}"
 
@@ -162,17 +161,17 @@ class Executor:
     ) -> TrialResult:
         """Run one trial with `params` to its outcome.
 
-        `folder` holds its checkpoints (None: it keeps none); those of another `resume_key` are neither used
-        nor touched. `mirror` has them for other workers. `shared_device` is recorded: others use it too.
+        `folder` holds its checkpoints (None: it keeps none). Checkpoints of another `resume_key` stay there
+        unused. `mirror` shares them with other workers. `shared_device` is recorded: others use it too.
 
-        Raises InputError and RunError for what concerns more than this trial, such as a lost GPU.
+        Raises InputError and RunError if the cause concerns more than this trial, such as a lost GPU.
         """
         recorder = TrialRecorder()
 
         def train() -> tuple[float, ...]:
             return self._trial(params, recorder, callbacks, counter).run(folder, resume_key, mirror)
 
-        with lost_device_raised(self.device):  # the facts of a trial that has ended are read from it too
+        with lost_device_raised(self.device):  # also while the facts of the ended trial are read
             self._check_ranks(params)
             self._collect_garbage()
             counter = EnergyCounter(self.device, shared=shared_device, num_ranks=world_size())
@@ -193,13 +192,13 @@ class Executor:
         callbacks: Callbacks,
         counter: EnergyCounter,
     ) -> BaseRun:
-        """Build a trial. Raises the TrialEnd of one that cannot run here."""
+        """Build a trial. Raises TrialEnd if it cannot run here."""
         parts = build_trial(self.resolved, params, self.loader, recorder.note)
         self._compiles = parts.compile is not None
         return TrialRun(parts, recorder, callbacks, self.cache, counter)
 
     def _check_ranks(self, params: Mapping[str, Any]) -> None:
-        """Tell the other ranks of the trial, and check that all have the same."""
+        """Announce the trial to the other ranks, and check that all have the same data and device."""
         study, device = self.study, self.device
         announce((study.definition(), [each.location for each in code_in_use(study.code)], dict(params)))
         check_same(
@@ -211,15 +210,14 @@ class Executor:
         )
 
     def _end_of(self, train: Callable[[], tuple[float, ...]]) -> _Ended:
-        """Train, and say how that ended."""
+        """Train, and return the end."""
         try:
             with lost_device_raised(self.device):
                 return Outcome.COMPLETE, "", train(), None
         except TrialEnd as end:
             return end.outcome, str(end), None, None
         except ModelError as error:
-            # Where the study searches what the model is made of, a combination that cannot be built is
-            # this trial's end and not the study's.
+            # If the study searches settings of the model, an impossible combination ends this trial only.
             is_broken = isinstance(error, BrokenEncoderError)
             if not self.study.search_space.keys() & ({"encoder"} if is_broken else {*MODEL_SETTINGS}):
                 raise
@@ -234,7 +232,7 @@ class Executor:
             return outcome, f"{type(error).__name__}: {error}", None, traceback.format_exc()
 
     def _with_limits(self, recorder: TrialRecorder, ended: _Ended) -> TrialResult:
-        """The result, and by how much it breaks each limit of the study."""
+        """Return the result, with its violation of each limit of the study."""
         outcome, reason, values, trace = ended
         limits, telemetry = self.study.constraints, recorder.telemetry()
         limited = limited_values(limits, telemetry, self.tasks)
@@ -247,7 +245,7 @@ class Executor:
 
     def _collect_garbage(self) -> None:
         gc.collect()  # cycles, such as the model of a trial that failed
-        # Keep the collector from what is imported, and before the second trial from what the first imported.
+        # The collector skips objects of imports; the first trial imports more.
         if self._num_started < 2:
             gc.freeze()
         self._num_started += 1
@@ -255,33 +253,31 @@ class Executor:
     def check_study(self) -> None:
         """Check the study's data, tokenizers, models and heads before it is stored.
 
-        Both splits are tokenised, and for each encoder of the study a small batch goes through model and loss
-        in fp32, forward and backward, and for each choice that the study's own code brings; other searched
-        settings take their lowest value or first choice. Leaves nothing but the cache of tokens.
+        Both splits are tokenised. For each encoder, and each choice from the study's own code, a small batch
+        goes through model and loss in fp32, forward and backward. Other searched settings take their lowest
+        value or first choice. Only the cache of tokens remains.
 
-        Raises InputError, and DeviceLostError where this process has lost its GPU.
+        Raises InputError, and DeviceLostError if this process has lost its GPU.
         """
-        with lost_device_raised(self.device):
-            self._check_all_parts()
-
-    def _check_all_parts(self) -> None:
         space = self.study.search_space
         lowest_values = lowest(space) | {PRECISION: "fp32", BASE_PRECISION: "fp32"}
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
-        self._check_metrics()
-        for named in _to_check(space):
-            try:
-                self._check_parts(lowest_values | named)
-            except ModelError:
-                if not space.keys() & (set(MODEL_SETTINGS) - named.keys()):
-                    raise
-                self._check_parts(others | named)
+        with lost_device_raised(self.device):
+            self._check_metrics()
+            for named in _to_check(space):
+                try:
+                    self._check_parts(lowest_values | named)
+                except ModelError:
+                    if not space.keys() & (set(MODEL_SETTINGS) - named.keys()):
+                        raise
+                    self._check_parts(others | named)
 
     def _check_metrics(self) -> None:
-        """Refuse an objective or a limit without a value, and raise what metrics of the study's code raise.
+        """Raise InputError for an objective or a limit without a value, or an error of the study's metrics.
 
-        They are called with right predictions, and with equal ones, for which a metric need not be defined.
+        The metrics are called with right predictions, and with equal ones. For equal ones they may be
+        undefined.
         """
         right, tasks = self.loader.right_metrics, self.tasks
         for name in [name for name in self.study.named_metrics if name not in MEASURED_METRICS]:
@@ -316,22 +312,22 @@ class Executor:
                 broken = side.run().broken()
             if broken and self.study.compat.enabled:
                 raise ModelError(
-                    f"{shown}, its heads and the loss must give finite numbers, but there are others in the "
-                    f"{broken} of a batch of this study's data, in fp32 and before any training; first: "
+                    f"{shown}, its heads and the loss must give finite numbers, but the {broken} of a batch "
+                    "of this study's data are not finite, in fp32 and before any training; first: "
                     f"{side.origin()['first_nonfinite'] or 'not known'}."
                 )
-            _say_if_causal(parts.model)
+            _warn_of_causal_encoder(parts.model)
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
-                return  # ends a trial, not the study: another device may have more memory
+                return  # another device may have more memory
             raise ModelError(
                 f"{shown} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
 
     def _check_float32_parts(self, model: MultitaskModel, encoder: Any) -> None:
-        """Raise ModelError if a searched part is not in the model of an encoder with which it is searched."""
+        """Raise ModelError if a searched part is not in the model of an encoder that it is searched with."""
         searched = self.study.search_space.get("fp32_parts")
         if searched and encoder in searched.when.get("encoder", (encoder,)):
             for names in getattr(searched, "choices", ()):
@@ -340,8 +336,7 @@ class Executor:
 
 
 def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    """What is checked of a space: each encoder, without an adapter and with one, on each list of targets, and
-    what the study's own code brings."""
+    """Yield the settings to check: each encoder with and without an adapter, and choices from own code."""
     encoders, adapters, targets = (
         [{name: value} for value in getattr(space.get(name), "choices", ())] or [{}]
         for name in ("encoder", "adapter", "lora_targets")
@@ -354,22 +349,22 @@ def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
         yield from ({name: one} for one in getattr(space[name], "choices", ()) if is_own(name, one))
 
 
-def _say_if_causal(model: MultitaskModel) -> None:
-    """Warn of what that means where tasks are of tokens."""
+def _warn_of_causal_encoder(model: MultitaskModel) -> None:
+    """Warn if a task of tokens has an encoder whose tokens do not see the text after them."""
     by_token = [task for task in model.tasks if task.level == "token"]
     if not by_token or not is_causal(model.encoder):
         return
-    said = (
-        f"In this {type(model.encoder).__name__} a token sees only those before it: what it tells of "
-        f"{', '.join(task.name for task in by_token)} knows nothing of the text behind"
+    warning = (
+        f"In this {type(model.encoder).__name__} a token sees only the text before it, but "
+        f"{', '.join(task.name for task in by_token)} may need the text after it"
     )
-    if marked := {one for task in by_token if (one := kind_of(task).at_first_token)}:
-        said += f", and the first token, where `{'`, `'.join(marked)}` is marked, nothing of the text"
-    _logger.warning("%s.", said)
+    if marked := {name for task in by_token if (name := kind_of(task).at_first_token)}:
+        warning += f"; the first token, for `{'`, `'.join(marked)}`, sees nothing of the text"
+    _logger.warning("%s.", warning)
 
 
 def follow(runs_dir: Path) -> None:
-    """Train together with rank 0 in each of its trials, until it has no more."""
+    """Train each trial of rank 0 together with it, until it has no more."""
     executor, known = None, None
     while (task := next_task()) is not None:
         definition, places, params = task

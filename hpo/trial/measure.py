@@ -1,10 +1,10 @@
-"""What a model does under a precision, measured against fp32 on one small batch.
+"""Measurement of a model under a precision against fp32, on one small batch.
 
 Model and loss run forward and backward, in fp32 and under the precision from equal weights, as in training
 but without dropout. Compared are finiteness, the relative error of each output (of a trial's model: of each
-head's logits) ||y - y32|| / ||y32||, and the cosine between the gradients. Where gradients overflow under
-loss scaling, the scale backs off as in training, to its floor. Where fp32 does not fit into memory,
-finiteness alone is measured. `hpo.trial.costs` measures time and memory.
+head's logits) ||y - y32|| / ||y32||, and the cosine between the gradients. If gradients overflow under loss
+scaling, the scale backs off as in training, to its floor. If fp32 does not fit into memory, only finiteness
+is measured. `hpo.trial.costs` measures time and memory.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from hpo.precision.effective import Agreement, Observation, observe_model, resto
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules, drop_compiled
 from hpo.trial.nonfinite import FirstNonfinite, is_finite
-from hpo.trial.trial_parts import TrialParts
+from hpo.trial.parts import TrialParts
 
 MEASUREMENT_VERSION = 12
-"""To be raised when the measuring changes: what is cached of another version is measured again."""
+"""Raise it when the measurement changes. Cached results of another version are measured again."""
 
 BEFORE_COMPILE = (
     "the products were measured before the model was compiled; each trial measures its compiled model."
@@ -44,32 +44,32 @@ BEFORE_COMPILE = (
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one model did under one precision, against fp32. JSON-able by `asdict`."""
+    """One model under one precision, against fp32. JSON-able by `asdict`."""
 
     precision: str
     error: str | None = None
-    """What was raised."""
+    """The exception of the pass."""
     finite: bool = True
     nonfinite: str | None = None
-    """What was not finite first: `logits`, `loss` or `gradients`."""
+    """The first that was not finite: `logits`, `loss` or `gradients`."""
     first_nonfinite_module: str | None = None
-    """The innermost that it ran in; None: after the logits, or not known."""
+    """The innermost module of `first_nonfinite`; None: after the logits, or not known."""
     first_nonfinite: str | None = None
-    """The operator that made the first such number, in words."""
+    """The operator with the first such number, in words."""
     reference_finite: bool = True
-    """Whether fp32 was finite and raised nothing. If not, `error` and `nonfinite` are those of fp32, and the
-    precision is not to blame."""
+    """True if fp32 was finite and raised nothing. Otherwise `error` and `nonfinite` are those of fp32, and
+    the precision is not to blame."""
     reference_fits: bool = True
-    """Whether fp32 fitted into memory; if not, nothing is known against it."""
+    """True if fp32 fitted into memory. Otherwise nothing is known against it."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task or output: ||y - y32|| / ||y32||}."""
     gradient_cosine: float | None = None
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
     agrees: bool | None = None
-    """Whether the products observed are the precision's; None: unverified."""
+    """True if the observed products are those of the precision; None: unverified."""
     disagreement: str = ""
-    """The reason where they are not, or are unverified."""
+    """The reason if `agrees` is not true."""
     observed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,30 +82,30 @@ class _Pass:
     gradients: dict[str, Tensor]
 
     def broken(self) -> str | None:
-        """What is not finite first."""
+        """Return the first part that is not finite; None: all are finite."""
         parts = {"logits": self.logits.values(), "loss": [self.loss], "gradients": self.gradients.values()}
         return next((name for name, values in parts.items() if not all(map(is_finite, values))), None)
 
 
 Forward = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
-"""Of a model: its loss on a batch, as in training, and what it gives, by name."""
+"""Returns a model's loss on a batch, as in training, and its outputs by name."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What both sides do with a batch that is on the device."""
+    """The work of both sides with a batch on the device."""
 
     forward: Forward
     observed: Callable[[Any], object]
-    """Calls the model, perhaps on less."""
+    """Calls the model, perhaps on a part of the batch."""
     compared: Callable[[Tensor], Tensor] = lambda output: output
-    """The part of an output, on the CPU, that has a meaning."""
+    """Returns the meaningful part of an output on the CPU."""
     reference_flags: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """In which a model that is the reference runs."""
+    """A context for the model of the reference."""
 
 
 def work_of(parts: TrialParts, batch: Batch) -> Work:
-    """That of a trial."""
+    """Return the work of a trial."""
     batch = batch.to(parts.device.torch_device)
     items = parts.loss_fn.count(batch)
 
@@ -118,7 +118,7 @@ def work_of(parts: TrialParts, batch: Batch) -> Work:
     return Work(
         forward,
         lambda model: model(*inputs),
-        # Those of token tasks without padding, where attention gives what it likes.
+        # Token tasks without padding, whose attention is arbitrary.
         lambda logits: logits[is_token_BL] if logits.dim() == 3 else logits,
         lambda model: sdpa_in_place_of_flash(model.encoder),
     )
@@ -126,7 +126,7 @@ def work_of(parts: TrialParts, batch: Batch) -> Work:
 
 @dataclass(frozen=True)
 class Side:
-    """A model under one precision, and what it does."""
+    """A model under one precision, and its work."""
 
     model: Any
     mixed_precision: MixedPrecision
@@ -140,7 +140,7 @@ class Side:
             yield
 
     def run(self) -> _Pass:
-        """Forward and backward once."""
+        """Run forward and backward once."""
         loss, outputs = self._step()
         scale = self.mixed_precision.scale_value().cpu()
         gradients = {
@@ -153,8 +153,10 @@ class Side:
         return _Pass(loss.detach().cpu(), logits, gradients)
 
     def run_with_backoff(self) -> _Pass:
-        """`run` at the first loss scale that training backs off to whose gradients are finite, or else at its
-        floor. Found by bisection: from 1e38 there are more than a hundred."""
+        """Run at the largest loss scale of training's backoff with finite gradients, or else at its floor.
+
+        The scale is found by bisection: from 1e38 there are more than a hundred.
+        """
         amp, result = self.mixed_precision, self.run()
         scales = _backed_off(amp.config) if amp.precision.loss_scaling else []
         if not scales or result.broken() != "gradients":
@@ -168,7 +170,7 @@ class Side:
         return run_at(scales[first])
 
     def time(self) -> float:
-        """Wall seconds of one pass."""
+        """Return the wall seconds of one pass."""
         device = self.mixed_precision.device
         synchronize(device)
         started = time.perf_counter()
@@ -179,7 +181,7 @@ class Side:
         return seconds
 
     def _step(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and outputs of a pass as in training. The gradients stay in the model."""
+        """Return loss and outputs of a pass as in training. The gradients stay in the model."""
         self.model.zero_grad(set_to_none=True)
         with self.flags():
             with self.mixed_precision.autocast():
@@ -188,7 +190,7 @@ class Side:
         return loss, outputs
 
     def origin(self) -> dict[str, Any]:
-        """Run again, watching every operator: where the first number that is not finite comes from."""
+        """Run again with every operator watched. Returns the first number that is not finite."""
         with FirstNonfinite() as watched:
             self.run()
         return watched.facts()
@@ -212,19 +214,18 @@ def measure_work(
     compile_model: Callable[[Any], object] | None = None,
     build_reference: Callable[[], Any] | None = None,
 ) -> Measurement:
-    """Run a model, whose weights are fp32 ones, in fp32 and under the precision of `amp`, and compare.
+    """Run a model with fp32 weights in fp32 and under the precision of `amp`, and compare.
 
     If some weights of `model` are stored in fewer bits, `build_reference` builds the model to run in fp32.
-    The model comes back as it was, without gradients.
-
-    Raises what an allocator raises where the precision itself does not fit into memory.
+    The model comes back unchanged, without gradients. Raises an error of the allocator if the precision does
+    not fit into memory.
     """
     precision = amp.precision
 
     def attempt_in_fp32(
         compile_model: Callable[[Any], object] | None = None,
     ) -> tuple[_Pass | None, Measurement] | None:
-        """None: fp32 does not fit into memory."""
+        """Run in fp32; None: it does not fit into memory."""
         fp32 = MixedPrecision(PRECISIONS["fp32"], amp.config, amp.device)
         try:
             reference = build_reference() if build_reference else model
@@ -264,9 +265,9 @@ def measure_work(
 def _attempt(
     side: Side, compile_model: Callable[[Any], object] | None = None, *, observes: bool = True
 ) -> tuple[_Pass | None, Measurement]:
-    """Run a side with its model as a trial prepares it. Return the pass (None: it raised) and what it tells.
+    """Run a side with its model as a trial prepares it. Return the pass (None: it raised) and measurement.
 
-    With `observes`, also what its products really are. Raises what an allocator raises.
+    With `observes`, the formats of its products are measured too. Errors of the allocator are raised.
     """
     amp, precision = side.mixed_precision, side.mixed_precision.precision
     if precision.changes_weights or compile_model:
@@ -275,12 +276,12 @@ def _attempt(
         try:
             prepare_model(side.model, precision)
             seen = observe_model(side.model, amp, side.work.observed) if observes else Observation()
-            if compile_model:  # what is judged is what a trial runs
+            if compile_model:  # as in a trial
                 seen.compiled = Agreement(None, BEFORE_COMPILE)
                 compile_model(side.model)
             result = side.run_with_backoff()
         except Exception as error:
-            # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
+            # An error of an operator or a compiler is the result; one of the allocator is not.
             if is_out_of_memory(error):
                 raise
             raise_if_lost(amp.device, error)  # a lost GPU tells nothing about the precision
@@ -302,7 +303,7 @@ def _attempt(
 
 
 def _backed_off(config: AmpConfig) -> list[float]:
-    """The loss scales after one overflow after the other, the last at the floor."""
+    """Return the loss scales after repeated overflows, the last at the floor."""
     scales: list[float] = []
     scale = config.init_scale
     while scale > config.min_scale:
@@ -313,9 +314,11 @@ def _backed_off(config: AmpConfig) -> list[float]:
 
 @contextlib.contextmanager
 def training_without_dropout(model: nn.Module) -> Iterator[None]:
-    """As in training but for dropout: modules that compute activations again do so, batch norms take the
-    statistics of the batch, and recurrent ones are as cuDNN needs them; the others evaluate. Modules that are
-    in another mode than the model keep theirs."""
+    """Put a model into training mode without dropout during the block.
+
+    Only modules with gradient checkpointing, batch norms and recurrent modules (cuDNN needs it) train; the
+    others evaluate. Modules in another mode than the model keep it.
+    """
     trains = {module for module in model.modules() if module.training == model.training}
     with contextlib.ExitStack() as undo:
         undo.callback(model.zero_grad, set_to_none=True)
@@ -334,14 +337,14 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """||value - reference|| / ||reference||; of a reference of 0 the numerator alone."""
+    """Return ||value - reference|| / ||reference||; the numerator if the reference is 0."""
     norm = float(reference.double().norm())
     difference = float((value.double() - reference.double()).norm())
     return difference / norm if norm else difference
 
 
 def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float | None:
-    """Cosine between all gradients as one vector each; None when one of them is zero."""
+    """Return the cosine between all gradients as one vector each; None if one of them is zero."""
     names = gradients.keys() & reference.keys()
     one, other = (_scaled([side[name] for name in names]) for side in (gradients, reference))
     norms = math.sqrt(_product(one, one)) * math.sqrt(_product(other, other))
@@ -349,12 +352,12 @@ def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float
 
 
 def _scaled(tensors: list[Tensor]) -> list[Tensor]:
-    """To a largest absolute value of 1: squares of very large or small values leave the range of fp32."""
+    """Scale to a largest absolute value of 1, so that squares stay in the range of fp32."""
     largest = max((float(tensor.abs().max()) for tensor in tensors), default=0.0) or 1.0
     return [torch.atleast_1d(tensor) / largest for tensor in tensors]
 
 
 def _product(one: list[Tensor], other: list[Tensor]) -> float:
-    """The inner product; rows in fp32, their sum in fp64: all in fp64 takes fifteen times as long."""
+    """Return the inner product: rows in fp32, their sum in fp64. All in fp64 takes fifteen times as long."""
     pairs = zip(one, other, strict=True)
     return sum(float(torch.linalg.vecdot(*pair).sum(dtype=torch.float64)) for pair in pairs)

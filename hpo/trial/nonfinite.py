@@ -1,8 +1,8 @@
-"""Which operator made the first number that is not finite, and in which module.
+"""The operator and the module of the first number that is not finite.
 
-Every operator that runs in the block is seen with its real inputs and outputs, after autocast has cast them,
-in the forward and the backward pass. A -inf that masks, and a constant, are no fault: then the operator is
-named that makes more of them, such as the softmax over a row that is masked as a whole.
+Every operator in the block is watched with its real inputs and outputs, after autocast has cast them, in the
+forward and the backward pass. A -inf of a mask, and a constant, are no fault. Their fault appears in a later
+operator, such as the softmax over a fully masked row.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 _MASKING = {"masked_fill", "where", "log", "_to_copy"}
-"""Operators that give -inf on purpose, the last of fp32's lowest number."""
+"""Operators with an intended -inf; `_to_copy` makes it from fp32's lowest number."""
 
 
 class FirstNonfinite(TorchDispatchMode):
-    """A block whose `operator` made the first number that is not finite, in words; None: all are finite."""
+    """A block that notes the `operator` of its first non-finite number, in words; None: all are finite."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operator: str | None = None
         self.module: str | None = None
-        """The innermost module that it ran in; "" is the model itself, None what is after it: the loss."""
+        """The innermost module of the operator; "" is the model itself, None the loss after it."""
         self._tracker = ModuleTracker()
 
     def __enter__(self) -> FirstNonfinite:
@@ -39,7 +39,7 @@ class FirstNonfinite(TorchDispatchMode):
         self._tracker.__exit__(*error)
 
     def facts(self) -> dict[str, str | None]:
-        """What a `Measurement` says of it."""
+        """Return the fields of a `Measurement`."""
         return {"first_nonfinite": self.operator, "first_nonfinite_module": self.module}
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,7 +68,7 @@ class FirstNonfinite(TorchDispatchMode):
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite. Tests the extremes (NaN propagates): faster than each value."""
+    """Return true if all values are finite. The extremes (NaN propagates) are faster than each value."""
     return not values.numel() or bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
 
 
@@ -78,5 +78,5 @@ def _floating(values: Any) -> list[Tensor]:
 
 
 def _only_masks(tensor: Tensor) -> bool:
-    """Whether all that is not finite is -inf."""
+    """Return true if -inf is the only number that is not finite."""
     return not bool((tensor.isnan() | tensor.isposinf()).any())

@@ -1,8 +1,8 @@
-"""What an objective or a limit can name, and its value at an evaluation and at the end of a trial.
+"""The metrics of objectives and limits: their names and values, the best evaluation, patience.
 
 score                        the mean of all tasks' primary metrics; an r2 below 0 counts as 0
 <task>/<metric>              one metric of one task
-train_examples_per_second    or another of `limits.MEASURED_METRICS`: what the trial costs
+train_examples_per_second    or another of `limits.MEASURED_METRICS`: a cost of the trial
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpo.code import errors_of_code
+from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.limits import MEASURED_METRICS
 from hpo.config.objective import ObjectiveConfig
 from hpo.config.study_config import StudyConfig
@@ -25,28 +26,21 @@ from hpo.tasks.kind import KINDS, Task, kind_of
 from hpo.training.metrics import primary_mean
 
 REPORTED = "reported"
-"""In place of a task, for what a study's own training loop reports without one."""
-
-
-def check_metric(metric: str, tasks: Sequence[Task], key: str = "objective.metric") -> None:
-    """Raise InputError unless an objective or a limit, as `key` of the study file does, can name it."""
-    of_tasks = [f"{task.name}/{name}" for task in tasks for name in task.metrics]
-    known = ["score", *of_tasks, *MEASURED_METRICS]
-    if metric not in known:
-        raise InputError(f"{key}: no task of this study has {metric!r}.{did_you_mean(metric, known)}")
+"""The task of metrics that a study's own training loop reports without one."""
 
 
 def check_metrics(study: StudyConfig, data: DataSet) -> None:
-    """Raise InputError unless each metric that an objective or a limit names has a value on validation.
+    """Raise InputError unless each metric of an objective or a limit exists and has a value on validation.
 
-    A trial is judged there. A metric of the study's own code may depend on the predictions, so only its name
-    is checked.
+    A metric of the study's own code may depend on the predictions, so only its name is checked.
     """
+    of_tasks = [f"{task.name}/{name}" for task in data.tasks for name in task.metrics]
+    known = ["score", *of_tasks, *MEASURED_METRICS]
     metrics = [objective.metric for objective in study.objective]
-    for metric in metrics:
-        check_metric(metric, data.tasks)
-    for metric in study.constraints:
-        check_metric(metric, data.tasks, "constraints")
+    keys = [("objective.metric", metric) for metric in metrics]
+    for key, metric in [*keys, *(("constraints", metric) for metric in study.constraints)]:
+        if metric not in known:
+            raise InputError(f"{key}: no task of this study has {metric!r}.{did_you_mean(metric, known)}")
     for task in data.tasks:
         for metric in (*metrics, *study.constraints):
             name = task.primary_metric if metric == "score" else metric.removeprefix(f"{task.name}/")
@@ -55,7 +49,7 @@ def check_metrics(study: StudyConfig, data: DataSet) -> None:
 
 
 def _check_value(name: str, task: Task, split: Sequence[Example], metric: str) -> None:
-    """Raise InputError if the split has one row of the task, and `name` needs two, as r2 does."""
+    """Raise InputError if the split has too few rows of the task for `name`: r2 needs two."""
     rows, kind = list(islice((row for row in split if task.name in row.annotated), 2)), kind_of(task)
     if len(rows) > 1:
         return
@@ -63,8 +57,8 @@ def _check_value(name: str, task: Task, split: Sequence[Example], metric: str) -
         known = kind.whole_scores(len(rows), *kind.row_values([kind.truth(row) for row in rows], rows))
     if name not in known:
         raise InputError(
-            f"the metric `{metric}` needs a value of {task.name}/{name} on the validation split, "
-            f"which has none with {len(rows)} labelled row. Label more rows there, or name another objective."
+            f"the metric `{metric}` needs a value of {task.name}/{name} on the validation split, but that "
+            f"has none with {len(rows)} labelled row. Label more rows there, or name another objective."
         )
 
 
@@ -74,15 +68,14 @@ def objective_value(
     tasks: Sequence[Task],
     measured: Mapping[str, float | None],
 ) -> float:
-    """The value of a metric: `score` is the mean of the tasks' primary metrics.
+    """Return the value of a metric in an evaluation: NaN for one that is not measured yet.
 
-    None in `measured`, and so NaN, is what no step has given yet. Raises InputError if the evaluation did not
-    give the metric, which `undefined_metric` tells.
+    Raises InputError if the evaluation lacks the metric (`undefined_metric`).
     """
     value: float | None
     if metric in MEASURED_METRICS:
-        seen = measured[metric]
-        return math.nan if seen is None else seen
+        value = measured[metric]
+        return math.nan if value is None else value
     if metric == "score" and tasks:
         value = primary_mean(tasks, metrics)
     else:
@@ -94,10 +87,7 @@ def objective_value(
 
 
 def undefined_metric(metric: str, metrics: Mapping[str, Mapping[str, float]], tasks: Sequence[Task]) -> str:
-    """The metric of a task that has no value in an evaluation, though an objective or a limit needs it.
-
-    Empty if there is none.
-    """
+    """Return the task's metric behind `metric` that has no value in an evaluation; empty: there is none."""
     if metric in MEASURED_METRICS:
         return ""
     of_score = [(task.name, task.primary_metric) for task in tasks]
@@ -115,7 +105,7 @@ def task_and_name(metric: str) -> tuple[str, str]:
 def final_values(
     objectives: Sequence[ObjectiveConfig], best: Sequence[float], telemetry: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Metrics of the best evaluation; what was measured, of the whole trial."""
+    """Return the objectives of a trial: metrics of the best evaluation, costs of the whole trial."""
     measured = _measured(telemetry)
     return tuple(
         measured.get(objective.metric, value) if objective.metric in MEASURED_METRICS else value
@@ -126,7 +116,7 @@ def final_values(
 def limited_values(
     names: Iterable[str], telemetry: Mapping[str, Any], tasks: Sequence[Task]
 ) -> dict[str, float | None]:
-    """The metrics `names` of a trial that has ended as `final_values`, wherever it has; None: not known."""
+    """Return the metrics `names` of a trial that has ended, as `final_values` does; None: not known."""
     measured, metrics = _measured(telemetry), telemetry.get("metrics")
     values: dict[str, float | None] = {name: measured.get(name) for name in names}
     for name in values:
@@ -141,10 +131,10 @@ def _measured(telemetry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_better(objective: ObjectiveConfig, new: Sequence[float], old: Sequence[float] | None) -> bool:
-    """Whether an evaluation's values are the best so far: by the first objective, which is given.
+    """Return true if an evaluation's values are the best so far, by the first objective.
 
-    Of equals the later one is the better, which has seen more data. A measured objective (memory, throughput)
-    says nothing of a model: the last evaluation is the best.
+    Of equal values the later one is better: it has seen more data. A measured objective (memory, throughput)
+    says nothing about a model: the last evaluation is the best.
     """
     if old is None or objective.metric in MEASURED_METRICS:
         return True
@@ -153,13 +143,42 @@ def is_better(objective: ObjectiveConfig, new: Sequence[float], old: Sequence[fl
 
 
 def quality_objective(objectives: Sequence[ObjectiveConfig]) -> ObjectiveConfig:
-    """The first that says something of the model as it is trained; the score, to be maximized, where all are
-    measured."""
+    """Return the first objective that is not measured; the score if all are measured."""
     return next((one for one in objectives if one.metric not in MEASURED_METRICS), ObjectiveConfig())
 
 
 def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
-    """{task: metric} of the objectives that name one: what the task's thresholds are chosen for."""
+    """Return {task: metric} of the objectives that name a task: its thresholds are chosen for this metric."""
     of_tasks = (one for one in reversed(objectives) if "/" in one)
     named = (objective.partition("/") for objective in of_tasks)
     return {task: metric for task, _, metric in named}
+
+
+def patience_over(values: Sequence[float], objective: ObjectiveConfig, settings: EvaluationConfig) -> str:
+    """Return why the patience of a study is over after these evaluations; empty: it is not.
+
+    Only the first objective counts, as for the best weights.
+    """
+    count = evaluations_without_improvement(values, objective, settings.min_delta)
+    if settings.patience is None or count < settings.patience:
+        return ""
+    by = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+    return f"{objective.metric} has not improved{by} in {count} evaluations (evaluation.patience)"
+
+
+def evaluations_without_improvement(
+    values: Iterable[float], objective: ObjectiveConfig, min_delta: float = 0.0
+) -> int:
+    """Return the number of evaluations since the last improvement.
+
+    An evaluation improves if its value is better than that of the last improvement by more than `min_delta`.
+    NaN, the value of an undefined metric, is no improvement. It does not count before the first value.
+    """
+    sign = 1 if objective.direction == "maximize" else -1
+    best, count = -math.inf, 0
+    for value in values:
+        if sign * value > best + min_delta:
+            best, count = sign * value, 0
+        elif best > -math.inf:
+            count += 1
+    return count

@@ -39,8 +39,7 @@ from hpo.training.optim import gradient_norm
 from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try_loss, work_of_loss
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import Measurement, measure_work
-from hpo.trial.own_parts import Params
-from hpo.trial.own_trial import OwnTrial
+from hpo.trial.own_trial import OwnTrial, Params
 
 
 class Amp:
@@ -61,7 +60,7 @@ class Amp:
         """Make one optimiser step on a batch, and return its loss, detached.
 
         Forward and loss run under autocast. Gradients are unscaled and clipped to `max_grad_norm`. A step
-        with gradients that are not finite is skipped. A trial whose loss or gradients stay so ends as
+        with non-finite gradients is skipped. If loss or gradients stay non-finite, the trial ends as
         `nonfinite`.
 
         Args:
@@ -76,7 +75,7 @@ class Amp:
         self, loss_of_batch: LossOfBatch, batch: Any, optimizer: torch.optim.Optimizer, num_examples: int
     ) -> Tensor:
         trial, model, amp = self._trial, self._model, self._mixed_precision
-        trial.setup_ends()
+        trial.end_setup()
         amp.start_step()
         model.zero_grad(set_to_none=True)
         in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
@@ -99,7 +98,7 @@ class Amp:
         return self._mixed_precision.evaluation()
 
     def inputs(self, batch: Any) -> Any:
-        """Return the batch as the weights need it: with bf16 tensors under `bf16-true`."""
+        """Return the batch in the format of the weights: with bf16 tensors under `bf16-true`."""
         return fitting_batch(self._model, batch)
 
     def _in_fp32(self, loss_of_batch: LossOfBatch, batch: Any, scale: Callable[[Tensor], Tensor]) -> Tensor:
@@ -121,7 +120,7 @@ class Amp:
 
 
 class _LossModule(nn.Module):
-    """A model and its loss as one module, whose weights can be replaced for a call."""
+    """A model and its loss as one module, so that its weights can be replaced for a call."""
 
     def __init__(self, model: nn.Module, loss_of_batch: LossOfBatch) -> None:
         super().__init__()
@@ -145,7 +144,7 @@ class Run:
     Attributes:
         params: the settings of the trial by name, fixed and searched ones.
         device: the device to train on.
-        precision: the precision that the trial has: `run.precision.name`, and its formats.
+        precision: the trial's precision: `run.precision.name`, and its formats.
     """
 
     def __init__(self, trial: OwnTrial) -> None:
@@ -167,13 +166,12 @@ class Run:
     def prepare(self, model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> Amp:
         """Check the trial's precision with this model and batch, give the model its weights, and observe it.
 
-        The check is that of `hpo.check_precision`, with the bounds of `compat`. It leaves the model as it is.
-        The trial ends here if its precision does not work. Several modules that train together go into one.
+        The check is `hpo.check_precision` with the bounds of `compat`. It leaves the model unchanged. The
+        trial ends here if its precision does not work. Put several modules into one.
 
         Args:
             model: on `run.device`, with weights in fp32.
-            loss_of_batch: the loss, a scalar tensor, of `(model, batch)`. It calls the model it is given,
-                which may be a copy.
+            loss_of_batch: the loss, a scalar tensor, of `(model, batch)`. The model may be a copy.
             batch: a batch on `run.device`. Floating-point tensors are bf16 under `bf16-true`.
         """
         with self._trial.ending():
@@ -183,10 +181,10 @@ class Run:
         trial, amp = self._trial, self._trial.mixed_precision
         if trial.prepared is not None:
             raise InputError("run.prepare: must be called once. Put several modules into one.")
-        found = device_of(model)
-        if found.type != amp.device.type:
+        device = device_of(model)
+        if device.type != amp.device.type:
             raise InputError(
-                f"run.prepare: the model must be on run.device ({self.device}), but it is on {found.type}. "
+                f"run.prepare: the model must be on run.device ({self.device}), but it is on {device.type}. "
                 "Call model.to(run.device)."
             )
         trial.judge(self._check(model, loss_of_batch, batch))
@@ -200,7 +198,7 @@ class Run:
         if not bounds.enabled:
             return Compatibility("skipped", (), Measurement(amp.precision.name))
         try_loss(model, loss_of_batch, batch)
-        # The scale of fp16 is searched, so it is that of an object of its own.
+        # The check searches the scale of fp16, so it has an object of its own.
         trying = MixedPrecision(amp.precision, amp.config, amp.device)
         return judge(measure_work(model, trying, work_of_loss(loss_of_batch, batch)), bounds)
 
@@ -208,11 +206,11 @@ class Run:
         """Observe in which precision another library's loop computes, for a loop without `amp.step`.
 
         The first call of the model in training and the first in evaluation are made twice: once watched, with
-        the model and the random numbers put back, and once as the library made it. The trial ends as
-        `invalid` if the products are not those of `run.precision`.
+        the model and the random numbers restored, and once unchanged. The trial ends as `invalid` if the
+        products are not those of `run.precision`.
         """
         trial, seen_modes = self._trial, set[bool]()
-        trial.checks_end()
+        trial.end_check()
 
         def watch(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module.training in seen_modes or torch.compiler.is_compiling():
@@ -237,22 +235,21 @@ class Run:
     def keep(self, **named: Any) -> None:
         """Put modules, optimisers, schedulers and generators into the checkpoints of the trial.
 
-        In a resumed trial they get the state of its last checkpoint at once. Anything with `state_dict` and
-        `load_state_dict` can be kept, and a torch.Generator.
+        In a resumed trial they get the state of its last checkpoint at once. A kept object needs `state_dict`
+        and `load_state_dict`, or is a torch.Generator.
         """
         self._trial.keep(named)
 
     def steps(self, number: int) -> Iterator[int]:
-        """Yield the rounds of the training, such as its epochs, from 0, or from where the checkpoint ended.
+        """Yield the rounds of the training, such as epochs, from 0 or from the checkpoint.
 
-        Between two rounds the trial is checkpointed if that is due, and may pause or stop.
+        Between two rounds the trial may be checkpointed, pause or stop.
         """
         prepared, modules = self._trial.prepared, self._trial.modules
         is_kept = any(prepared is one for kept in modules.values() for one in kept.modules())
         if self._trial.keeps and prepared is not None and not is_kept:
             raise InputError(
-                "run.keep: must hold the model that `run.prepare` was given, so that a resumed trial has its "
-                "weights."
+                "run.keep: must hold the model of `run.prepare`, so that a resumed trial has its weights."
             )
         return self._trial.rounds(number)
 
@@ -260,11 +257,11 @@ class Run:
         """Store an evaluation of the trial: a number for each metric, by the names of objectives and limits.
 
         The trial may end here: the pruner stops it, it breaks a limit, or a metric is not finite. A metric
-        with `/` in its name is one of a task. A loop without `run.steps` gives `done`, and pauses here.
+        with `/` in its name belongs to a task. A loop without `run.steps` gives `done`, and pauses here.
 
         Args:
-            done: the share of the training that is over, above 0 and at most 1; None: the share of
-                `run.steps`, or 1 without it.
+            done: the finished share of the training, above 0 and at most 1; None: the share of `run.steps`,
+                or 1 without it.
         """
         with self._trial.ending():
             if done is not None and not 0 < done <= 1:
@@ -272,9 +269,9 @@ class Run:
             self._trial.report(_checked(metrics), done)
 
     def count_step(self, num_examples: int) -> None:
-        """Count an optimiser step of a loop without `amp.step`. The trial may stop here if it is told to."""
+        """Count an optimiser step of a loop without `amp.step`. The trial may stop here."""
         with self._trial.ending():
-            self._trial.setup_ends()
+            self._trial.end_setup()
             self._trial.count_step(None, num_examples)
             self._trial.heartbeat()
 

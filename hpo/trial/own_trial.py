@@ -1,11 +1,11 @@
 """A trial of a study whose own code trains (`@hpo.trial`).
 
 `OwnTrial` is a `BaseRun`: evaluations, limits, the best weights, checkpoints and the end of a trial are the
-same code. The function of the study replaces the steps in between. It sees a `hpo.trial.own_loop.Run`.
+same code. The function of the study replaces the training. It sees a `hpo.trial.own_loop.Run`.
 
-A round is what `Run.steps` counts, such as an epoch. Checkpoints for a resume are written between rounds,
-when the study's function is not in the middle of a step. They hold the states of all random number
-generators, so that a resumed trial draws the same numbers.
+`Run.steps` counts rounds, such as epochs. Checkpoints for a resume are written between rounds, when the
+study's function is not in the middle of a step. They hold the states of all random number generators, so a
+resumed trial draws the same numbers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,21 @@ from torch import Tensor, nn
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS
 from hpo.config.own_loop_config import UNMEASURED
-from hpo.device import EnergyCounter, Utilization, synchronize
+from hpo.config.study_config import StudyConfig
+from hpo.config.trial_settings import OWN_LOOP_SETTINGS
+from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
 from hpo.precision.effective import Agreement, Observation
+from hpo.precision.table import AmpConfig, Resolution
 from hpo.random_numbers import all_states, seed_all, set_all_states
-from hpo.tasks.kind import Task
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation
 from hpo.training.optimizer_states import state_facts
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.objectives import task_and_name
-from hpo.trial.own_parts import OwnParts
-from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, training_facts
+from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
 
 _logger = logging.getLogger(__name__)
 
@@ -47,13 +47,71 @@ COMPILED = "the loop compiles the model, and a compiled model was not measured."
 
 
 class Checked(HpoError):
-    """The check of the study before its first trial has seen enough of the training function."""
+    """The end of a check of the training function before the study is stored."""
+
+
+class Params(Mapping[str, Any]):
+    """The settings of a trial by name. It notes the settings that are read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self._unread = {*values} - {*OWN_LOOP_SETTINGS}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._values:
+            known = ", ".join(self._values)
+            raise InputError(
+                f"run.params: the study must fix `{name}` under `training` or search it in `search_space`, "
+                f"but it has {known}. Where a `when` leaves a setting out, use run.params.get(...)."
+            )
+        self._unread.discard(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401
+
+    @property
+    def unread(self) -> list[str]:
+        """The names of the function's own settings that nothing has read."""
+        return sorted(self._unread)
+
+
+@dataclass(frozen=True)
+class OwnConfig:
+    """The settings of a trial whose loop is the study's own."""
+
+    params: Params
+    seed: int
+    max_grad_norm: float | None
+    amp: AmpConfig
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """The parts of such a trial before its function runs. The names are those of `TrialParts`."""
+
+    study: StudyConfig
+    device: DeviceInfo
+    config: OwnConfig
+    resolution: Resolution
+    model: nn.ModuleDict = field(default_factory=nn.ModuleDict)
+    """The modules that the function keeps."""
 
 
 class OwnTrial(BaseRun):
     """One running trial of a study's own training loop."""
 
     parts: OwnParts
+    clock: TrainingClock
 
     def __init__(
         self,
@@ -66,63 +124,53 @@ class OwnTrial(BaseRun):
         super().__init__(parts, recorder, callbacks, energy_counter)
         self.config = parts.config
         self.modules = parts.model
-        self.checks_only = False
-        """Whether the function runs only up to its first step, before the study is made."""
         self.kept: dict[str, Any] = {}
-        """By name, what is kept and is no module."""
+        """Kept objects by name, besides the modules."""
+        self.checks_only = False
+        """True for a check before the study is made: the function runs up to its first step."""
         self.round = 0
         self.num_rounds = 0
         """0: the function has not called `steps`."""
-        self.budget_used = 0.0
+        self.prepared: nn.Module | None = None
+        """The model of `Run.prepare`."""
+        self.is_watched = False
+        """True once `Run.observe` has seen a call of a library."""
         self._train_function = train
+        self._done = 0.0
         self._checkpoint: Checkpoint | None = None
-        self._states: Mapping[str, Any] | None = None
-        """Of the random number generators, to be set at the first round of a resumed trial."""
+        """The checkpoint of a resumed trial."""
         self._paused: Paused | None = None
         self._is_better = False
         self._reported_step = 0
-        self._evaluates_since: float | None = None
-        """When the last optimiser step ended; None: a report came after it."""
-        self.prepared: nn.Module | None = None
-        """The model that `Run.prepare` was given."""
+        self._step_ended: float | None = None
+        """The end of the last optimiser step; None: a report came after it."""
         self._seen: Observation | None = None
-        self.is_watched = False
-        """Whether `Run.observe` has seen a call of a library."""
         self._has_foreign_steps = False
         self._ended: HpoError | None = None
-        self._folder: Path | None = None
-        self._closing = ExitStack()
         self._is_set_up = False
 
     def run(
         self, folder: Path | None, resume_key: str, mirror: CheckpointMirror | None = None
     ) -> tuple[float, ...]:
-        self._folder = folder
-        with self._closing:
-            return super().run(folder, resume_key, mirror)
-
-    def files(self) -> Path:
-        """Return the folder for the function's own files; it is made."""
-        if self._folder is None:
-            self._folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
-        (self._folder / "files").mkdir(parents=True, exist_ok=True)
-        return self._folder / "files"
-
-    # The steps of `BaseRun.run`
-
-    def _checkpoint_key(self, resume_key: str) -> str:
         parts = self.parts
         code = "/".join(parts.study.code.values())
-        return f"{resume_key}/{CHECKPOINT_FORMAT}/{parts.resolution.effective}/{parts.device.type}/own/{code}"
+        precision, device = parts.resolution.effective, parts.device.type
+        key = f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{device}/own/{code}"
+        with tempfile.TemporaryDirectory() as temporary, self.checkpoints(folder, key, mirror):
+            self._folder = folder or Path(temporary)
+            seed_all(self.config.seed)
+            self._resume()
+            self._follow_training()
+            self._train()
+            return self._finish()
 
-    def _run(self) -> None:
-        device = self.parts.device
-        seed_all(self.config.seed)
-        self._resume()
+    def _follow_training(self) -> None:
         self.clock = TrainingClock(self.state, self.meter, self.compile_clock)
-        self.utilization = Utilization(device, torch.get_num_threads())
+        self.utilization = Utilization(self.parts.device, torch.get_num_threads())
         measured = (self.modules, self.mixed_precision, self.clock, self.utilization, self.evaluation_rates)
         self.recorder.follow(lambda: training_facts(*measured, 1))
+
+    def _train(self) -> None:
         self.last_saved = time.monotonic()
         try:
             self._train_function(self)
@@ -135,71 +183,56 @@ class OwnTrial(BaseRun):
         if self._ended is not None:
             raise self._ended
         if not self.state.num_evaluations:
-            self.checks_end()
+            self.end_check()
         self._note_unverified()
         if unread := self.config.params.unread:
             self.recorder.note(unread_settings=unread)
             _logger.warning("The training function did not read `%s`.", "`, `".join(unread))
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint, state = checkpoint, checkpoint.state
-        self._states, self.round = state["random_states"], state["round"]
-        self._reported_step = state["progress"]["step"]
+    # Methods for `Run`
 
-    def _weights(self) -> dict[str, Tensor]:
-        return dict(self.modules.state_dict())
-
-    def _training_state(self) -> dict[str, Any]:
-        kept = {name: _state_of(one) for name, one in self.kept.items()}
-        return {"kept": kept, "round": self.round, "random_states": all_states()}
-
-    # For `Run`
+    def files(self) -> Path:
+        """Make and return the folder for the function's own files."""
+        folder = self._folder / "files"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def keep(self, named: Mapping[str, Any]) -> None:
-        """Put objects into the checkpoints, and give them the state of the trial's checkpoint if it has one.
+        """Put objects into the checkpoints. A resumed trial gives them the state of its checkpoint.
 
         Raises InputError for an object that has no state.
         """
         if self.num_rounds:
-            raise InputError("run.keep: must be called before `run.steps`, which begins with what was kept.")
+            raise InputError("run.keep: must be called before `run.steps`.")
         for name, one in named.items():
             if name in self.kept or hasattr(self.modules, name):
-                raise InputError(f"run.keep: `{name}` is taken already. Give each object its own name.")
+                raise InputError(f"run.keep: `{name}` is used already. Give each object its own name.")
             if isinstance(one, nn.Module):
                 self.modules[name] = one
             else:
                 _state_of(one, name)
                 self.kept[name] = one
             if self._checkpoint is not None:
-                self._restore(name, one, self._checkpoint)
-
-    def _restore(self, name: str, one: Any, checkpoint: Checkpoint) -> None:
-        if isinstance(one, nn.Module):
-            named = ((key.partition("."), value) for key, value in checkpoint.weights.items())
-            one.load_state_dict({inner: value for (owner, _, inner), value in named if owner == name})
-        elif isinstance(one, torch.Generator):
-            one.set_state(checkpoint.state["kept"][name])
-        else:
-            one.load_state_dict(checkpoint.state["kept"][name])
+                _restore(name, one, self._checkpoint)
 
     @property
     def keeps(self) -> bool:
-        """Whether the function keeps anything, so that checkpoints have something to go on from."""
+        """True if the function keeps anything to resume from."""
         return bool(self.kept or len(self.modules))
 
     def rounds(self, number: int) -> Iterator[int]:
-        """Yield the rounds that are left, with a checkpoint and a chance to stop between them."""
+        """Yield the remaining rounds, with a checkpoint and a chance to stop between them."""
         if type(number) is not int or number < 1:
             raise InputError(f"run.steps: must be a whole number of at least 1, but got {number!r}.")
         if self.num_rounds:
             raise InputError("run.steps: must be called once. Count all rounds of the trial in it.")
-        self.checks_end()
+        self.end_check()
         self.num_rounds = number
         if not self.keeps:
-            self.round = 0  # there is nothing to go on with
-        self.setup_ends()
-        if self._states is not None and self.keeps:
-            set_all_states(self._states)
+            self.round = 0  # there is nothing to resume from
+        self.end_setup()
+        if self._checkpoint is not None and self.keeps:
+            set_all_states(self._checkpoint.state["random_states"])
         while self.round < number:
             self.mixed_precision.start_epoch()
             self.clock.start()
@@ -210,10 +243,9 @@ class OwnTrial(BaseRun):
     def _end_round(self) -> None:
         self.round += 1
         self.state.epoch = self.round
-        self.budget_used = self.round / self.num_rounds
+        self._done = self.round / self.num_rounds
         paused, self._paused = self._paused, None
-        due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
-        if self.round < self.num_rounds and (paused or due or self._is_better):
+        if self.round < self.num_rounds and (paused or self._is_checkpoint_due() or self._is_better):
             self._save()
             self._is_better = False
         if paused:
@@ -221,7 +253,23 @@ class OwnTrial(BaseRun):
         if self.round < self.num_rounds:
             self.heartbeat()
 
-    def setup_ends(self) -> None:
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Keep an end of the trial in this block, so that the function cannot swallow it."""
+        if self._ended is not None:
+            raise self._ended
+        try:
+            yield
+        except HpoError as end:
+            self._ended = end
+            raise
+
+    def end_check(self) -> None:
+        """End a check of the study before its first trial: the function is about to train."""
+        if self.checks_only:
+            raise Checked
+
+    def end_setup(self) -> None:
         """Count time and memory from here on as training."""
         if not self._is_set_up:
             self._is_set_up = True
@@ -231,19 +279,8 @@ class OwnTrial(BaseRun):
             self._forget_setup_memory()
             self.clock.start()
 
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Keep what ends the trial in this block, so that the function cannot swallow it."""
-        if self._ended is not None:
-            raise self._ended
-        try:
-            yield
-        except HpoError as end:
-            self._ended = end
-            raise
-
     def observed(self, model: nn.Module, seen: Observation) -> Agreement:
-        """Record the products of a model, beside those that were seen before."""
+        """Record the products of a model, together with earlier observations."""
         for name, formats in self._seen.products.items() if self._seen else ():
             seen.products[name] |= formats
         self._seen = seen
@@ -253,34 +290,29 @@ class OwnTrial(BaseRun):
         return self.note_observed(seen, compiled=is_compiled)
 
     def _note_unverified(self) -> None:
-        """Record if nothing shows in which precision the trial trained."""
-        told = ""
+        """Record if nothing shows the precision of the training."""
+        reason = ""
         if self._seen is None:
-            told = "nothing was observed: call `run.prepare`, or `run.observe` with the model that trains."
+            reason = "nothing was observed: call `run.prepare`, or `run.observe` with the model that trains."
         elif self._has_foreign_steps and not self.is_watched:
-            told = "steps were made without `amp.step`, so their products were not observed."
-        if told:
-            self.note_observed(self._seen or Observation(), unverified=told)
-            _logger.warning("Precision unverified: %s", told)
-
-    def checks_end(self) -> None:
-        """End a check of the study before its first trial: the function is about to train."""
-        if self.checks_only:
-            raise Checked
+            reason = "steps were made without `amp.step`, so their products were not observed."
+        if reason:
+            self.note_observed(self._seen or Observation(), unverified=reason)
+            _logger.warning("Precision unverified: %s", reason)
 
     def heartbeat(self) -> None:
-        """Tell the progress, and raise Preempted if the trial is to stop."""
-        self.checks_end()
-        self.setup_ends()
+        """Report the progress. Raises Preempted if the trial is to stop."""
+        self.end_check()
+        self.end_setup()
         self._after_step()
 
-    def _stop_if_told(self) -> None:
+    def _stop_if_asked(self) -> None:
         if self.callbacks.should_stop():
             saved = "its last checkpoint" if self.keeps else "its start"
             raise Preempted(f"told to stop after step {self.state.step}; the trial goes on from {saved}.")
 
     def count_step(self, loss: Tensor | None, num_examples: int) -> None:
-        """Count an optimiser step that was made."""
+        """Count an optimiser step; without a loss it was made by another library."""
         if loss is not None:
             self.state.count_step(loss, num_examples, 0)
         else:
@@ -289,12 +321,12 @@ class OwnTrial(BaseRun):
             self.state.num_examples += num_examples
         self.meter.step(num_examples, num_examples, 0, 0)
         self.state.step_seconds = self.clock.lap()
-        self._evaluates_since = self.clock.now()
+        self._step_ended = self.clock.now()
 
     def report(self, metrics: Mapping[str, float], done: float | None) -> None:
-        """Store an evaluation. Raises Pruned, or Paused where no round is under way."""
-        self.checks_end()
-        self.setup_ends()
+        """Store an evaluation. Raises Pruned, or Paused outside a round."""
+        self.end_check()
+        self.end_setup()
         in_round = self.num_rounds > self.round
         if done is None:
             done = (self.round + 1) / self.num_rounds if in_round else 1.0
@@ -302,12 +334,12 @@ class OwnTrial(BaseRun):
         synchronize(self.parts.device)
         self.meter.stop()
         self._count_report()
-        self.budget_used = done
+        self._done = done
         paused = None
         try:
             self._on_evaluation(self._evaluation(metrics, done))
-        except Paused as told:
-            paused = told
+        except Paused as end:
+            paused = end
         if in_round:
             self._paused = paused or self._paused
         elif done < 1:
@@ -319,9 +351,9 @@ class OwnTrial(BaseRun):
     def _count_report(self) -> None:
         """Count an evaluation; each is at a later step than the one before."""
         state = self.state
-        if self._evaluates_since is not None:
-            state.evaluation_seconds += self.clock.now() - self._evaluates_since
-            self._evaluates_since = None
+        if self._step_ended is not None:
+            state.evaluation_seconds += self.clock.now() - self._step_ended
+            self._step_ended = None
         state.step = max(state.step, self._reported_step + 1)
         state.num_evaluations += 1
         self._reported_step = state.step
@@ -344,7 +376,18 @@ class OwnTrial(BaseRun):
             rates=self.meter.summary(),
         )
 
-    # For `BaseRun`
+    # Methods of `BaseRun`
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, state = checkpoint, checkpoint.state
+        self.round, self._reported_step = state["round"], state["progress"]["step"]
+
+    def _weights(self) -> dict[str, Tensor]:
+        return dict(self.modules.state_dict())
+
+    def _training_state(self) -> dict[str, Any]:
+        kept = {name: _state_of(one) for name, one in self.kept.items()}
+        return {"kept": kept, "round": self.round, "random_states": all_states()}
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
         """Write a checkpoint: inside a round the best weights alone, between rounds also the state."""
@@ -353,31 +396,21 @@ class OwnTrial(BaseRun):
             self._is_better = self._is_better or best is not None
             super()._save(best, at_end=best is not None)
 
-    def _best_state(self, scored: ScoredEvaluation) -> dict[str, Any]:
-        return {"precision": self.parts.resolution.effective, "best": asdict(scored)}
-
-    def _keep_best(self, best: ScoredEvaluation) -> bool:
+    def _keep_best(self, best: Evaluation) -> bool:
         return not self.keeps or super()._keep_best(best)
 
     def _optimizer_facts(self) -> dict[str, Any]:
         optimizers = [one for one in self.kept.values() if isinstance(one, torch.optim.Optimizer)]
         return state_facts([state for one in optimizers for state in one.state.values()])
 
-    def _on_values(self, evaluation: Evaluation, values: tuple[float, ...]) -> None:
-        """Do nothing: the function calls its own callbacks."""
-
-    def _tasks(self) -> Sequence[Task]:
-        return ()
-
     def _budget_used(self) -> float:
-        return self.budget_used
+        return self._done
 
     def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
         del evaluation
         if metric == ENERGY:
-            return (
-                self.energy_counter and self.energy_counter.missing
-            ) or "no stretch of steps was long enough."
+            missing = self.energy_counter and self.energy_counter.missing
+            return missing or "no stretch of steps was long enough."
         return "the trial made too few steps after its warm-up, with `amp.step` or `run.count_step`."
 
     def _why_undefined(self) -> str:
@@ -403,3 +436,13 @@ def _state_of(one: Any, name: str = "") -> Any:
             f"it is a {type(one).__name__}."
         )
     return one.state_dict()
+
+
+def _restore(name: str, one: Any, checkpoint: Checkpoint) -> None:
+    if isinstance(one, nn.Module):
+        named = ((key.partition("."), value) for key, value in checkpoint.weights.items())
+        one.load_state_dict({inner: value for (owner, _, inner), value in named if owner == name})
+    elif isinstance(one, torch.Generator):
+        one.set_state(checkpoint.state["kept"][name])
+    else:
+        one.load_state_dict(checkpoint.state["kept"][name])

@@ -5,16 +5,16 @@ each candidate set runs through the compatibility check of a trial, forward and 
 study's data. The search takes these steps, for n parts (embeddings, each layer, each head, others):
 
     1. Check no part and all parts in fp32. If all parts do not help, no set is searched.
-    2. Check each part alone in the low precision, all others in fp32: its own error. It gives an order.
-    3. From all parts in fp32, take groups back to the low precision, those with the smallest errors first.
-       A group that breaks the check is halved, as in delta debugging (Zeller and Hildebrandt 2002).
-    4. Replace a part that is left by the modules inside it, if the check stays good, and repeat 3 on these.
+    2. Check each part alone in the low precision, all others in fp32. Its error gives an order.
+    3. From all parts in fp32, take groups back to the low precision, starting with the smallest errors. A
+       group that breaks the check is halved, as in delta debugging (Zeller and Hildebrandt 2002).
+    4. Replace a remaining part by the modules inside it, if the check stays good, and repeat 3 on these.
 
-Steps 1 to 3 make at most 3 n + 1 checks; all four stop after `MAX_CHECKS`. Each part that is left was
-needed: when it was taken back, the check got worse. A smaller set of other parts may exist.
+Steps 1 to 3 make at most 3 n + 1 checks; all four stop after `MAX_CHECKS`. Each remaining part is necessary:
+without it, the check got worse. A smaller set of other parts may exist.
 
-All checks are uncompiled. They are cached like those of trials, so a search that was interrupted goes on.
-Its result is cached too, for each kind of device.
+All checks are uncompiled. They are cached like those of trials, so an interrupted search continues. Its
+result is cached too, for each kind of device.
 """
 
 from __future__ import annotations
@@ -22,37 +22,20 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpo.config.trial_settings import AUTO
 from hpo.errors import Incompatible
 from hpo.models.model_parts import inner_parts, smallest_named_parts
 from hpo.trial.compat import Compatibility, CompatibilityCache, cache_key, check_compatibility
-from hpo.trial.trial_parts import TrialParts
+from hpo.trial.parts import TrialParts
 
 MAX_CHECKS = 150
 _logger = logging.getLogger(__name__)
 _RANKS = {"ok": 0, "degraded": 1, "incompatible": 2}
 Check = Callable[[Sequence[str]], Compatibility]
 """Checks the model with these parts in fp32."""
-
-
-@dataclass(frozen=True)
-class PartError:
-    """The check of one part in the low precision, all others in fp32."""
-
-    part: str
-    check: Compatibility
-
-    @property
-    def error(self) -> float:
-        """The largest error of logits or gradients; infinite if something is not finite."""
-        found = self.check.measurement
-        if not found.finite:
-            return float("inf")
-        gradients = 0.0 if found.gradient_cosine is None else 1 - found.gradient_cosine
-        return max(gradients, *found.logits_relative_error.values(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -66,10 +49,9 @@ class FoundParts:
     num_checks: int = 0
     reason: str = ""
     """The reason if no set of parts helps, or the search stopped early."""
-    own_errors: tuple[PartError, ...] = ()
 
     def telemetry(self) -> dict[str, Any]:
-        """The record of a trial."""
+        """Return the record of a trial."""
         facts = {"verdict_without": self.before, "verdict": self.after, "reason": self.reason}
         return {"requested": AUTO, "resolved": self.parts, "num_checks": self.num_checks} | facts
 
@@ -79,7 +61,7 @@ def find_parts(
 ) -> FoundParts:
     """Find the parts that the trial's precision needs in fp32 on this device.
 
-    `before_check` runs before each check; what it raises ends the search. Raises Incompatible if the study
+    `before_check` runs before each check. An error of it ends the search. Raises Incompatible if the study
     makes no compatibility check.
     """
     precision = parts.resolution.precision
@@ -87,27 +69,22 @@ def find_parts(
         return FoundParts((), "", "", reason=f"{precision.name} has no autocast, so no part needs fp32.")
     if precision.float8:
         return FoundParts((), "", "", reason="fp8 needs `compile`, and parts are checked uncompiled.")
-    key = _key(parts)
+    text = f"{cache_key(parts)}/{parts.study.compat.model_dump_json()}/{MAX_CHECKS}"
+    key = hashlib.sha256(text.encode()).hexdigest()
     if cache and (known := cache.get_compat(key)):
         return FoundParts(**{**known, "parts": tuple(known["parts"])})
     check = check_of(parts, cache, before_check)
     names = smallest_named_parts(parts.model)
     found = search(CheckedSets(check), names, lambda part: inner_parts(parts.model, part))
     if cache and found.before in _RANKS:
-        cache.put_compat(key, {name: of for name, of in vars(found).items() if name != "own_errors"})
+        cache.put_compat(key, asdict(found))
     return found
-
-
-def _key(parts: TrialParts) -> str:
-    """A hash of all that the search depends on: that of its checks, and the study's bounds."""
-    text = f"{cache_key(parts)}/{parts.study.compat.model_dump_json()}/{MAX_CHECKS}"
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_of(
     parts: TrialParts, cache: CompatibilityCache | None, before_check: Callable[[], None] = lambda: None
 ) -> Check:
-    """The check of a trial's uncompiled model with parts in fp32."""
+    """Return the check of a trial's uncompiled model with parts in fp32."""
     if not parts.study.compat.enabled:
         raise Incompatible(
             "fp32_parts: the parts are found by the compatibility check, but compat.enabled is false. Set "
@@ -124,39 +101,42 @@ def check_of(
 
 def search(sets: CheckedSets, parts: Sequence[str], inner: Callable[[str], Sequence[str]]) -> FoundParts:
     """Search the parts of a model. `inner` returns the parts inside one. See the docstring of this file."""
-    before = sets.verdict(())
+    before = sets.check(()).verdict
     if before not in _RANKS or before == "ok":  # without a reference there is nothing to compare with
         return FoundParts((), before, before, len(sets.checks))
-    best = sets.verdict(parts)
-    if _RANKS.get(best, 3) >= _RANKS[before]:
-        return FoundParts(
-            (), before, before, len(sets.checks), _no_help(sets.checks[frozenset(parts)], len(parts))
-        )
+    best = sets.check(parts)
+    wanted = _RANKS.get(best.verdict, 3)
+    if wanted >= _RANKS[before]:
+        return FoundParts((), before, before, len(sets.checks), _no_help(best, len(parts)))
     _logger.info(
         "searching the parts that need fp32 among %d, in at most %d checks", len(parts), sets.max_checks
     )
-    errors = own_errors(sets.check, parts)
-    ordered = [one.part for one in sorted(errors, key=lambda one: one.error)]
-    found = sets.without(ordered, ordered, _RANKS[best])
+    errors = {part: _error(sets.check([one for one in parts if one != part])) for part in parts}
+    ordered = sorted(parts, key=lambda part: errors[part])
+    found = sets.without(ordered, ordered, wanted)
     queue = list(found)
     while queue:
         part = queue.pop(0)
         inside = list(inner(part))
         finer = [*(one for one in found if one != part), *inside]
-        if inside and sets.is_good(finer, _RANKS[best]):
-            found = sets.without(finer, inside, _RANKS[best])
+        if inside and sets.is_good(finer, wanted):
+            found = sets.without(finer, inside, wanted)
             queue += [one for one in found if one in inside]
     reason = ""
     if len(sets.checks) >= sets.max_checks:
         reason = f"the search stopped after {sets.max_checks} checks, so a part of these may not be needed."
     order = {part: number for number, part in enumerate(parts)}
     found.sort(key=lambda part: (order.get(part, len(order)), part))
-    return FoundParts(tuple(found), before, best, len(sets.checks), reason, tuple(errors))
+    return FoundParts(tuple(found), before, best.verdict, len(sets.checks), reason)
 
 
-def own_errors(check: Check, parts: Sequence[str]) -> list[PartError]:
-    """Check each part alone in the low precision."""
-    return [PartError(part, check([one for one in parts if one != part])) for part in parts]
+def _error(check: Compatibility) -> float:
+    """Return the largest error of logits or gradients; infinite if something is not finite."""
+    found = check.measurement
+    if not found.finite:
+        return float("inf")
+    gradients = 0.0 if found.gradient_cosine is None else 1 - found.gradient_cosine
+    return max(gradients, *found.logits_relative_error.values(), 0.0)
 
 
 def _no_help(check: Compatibility, num_parts: int) -> str:
@@ -181,17 +161,14 @@ class CheckedSets:
             self.checks[key] = self._check(parts)
         return self.checks[key]
 
-    def verdict(self, parts: Sequence[str]) -> str:
-        return self.check(parts).verdict
-
     def is_good(self, parts: Sequence[str], wanted: int) -> bool:
-        """Whether the verdict is at least the wanted one. A set that may not be checked any more is not."""
+        """Return true if the verdict is at least the wanted one; false for a check beyond `max_checks`."""
         if frozenset(parts) not in self.checks and len(self.checks) >= self.max_checks:
             return False
-        return _RANKS.get(self.verdict(parts), 3) <= wanted
+        return _RANKS.get(self.check(parts).verdict, 3) <= wanted
 
     def without(self, kept: list[str], group: Sequence[str], wanted: int) -> list[str]:
-        """Return `kept`, which is good, without those of `group` that it does not need."""
+        """Return `kept`, which is good, without the parts of `group` that it does not need."""
         rest = [part for part in kept if part not in group]
         if self.is_good(rest, wanted):
             return rest

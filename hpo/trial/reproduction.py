@@ -1,8 +1,8 @@
-"""Trains a trial again from its record and compares the results: the library of `hpo best --reproduce`.
+"""Reproduction of a trial from its record: `hpo best --reproduce`.
 
 The same trial on the same kind of device, with the same versions and number of threads, gives the same bits:
-every step takes its batch and its dropout masks from the seed. What the record says of these conditions is
-compared too, so a result that differs comes with what may have caused it.
+every step takes its batch and its dropout masks from the seed. Recorded conditions are compared too, so a
+different result comes with possible causes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hpo.config.limits import MEASURED_METRICS
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import BUDGETS
 from hpo.outcome import Outcome
-from hpo.trial.callbacks import Callbacks
+from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation
+from hpo.trial.telemetry import Callbacks
 
 _logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class RecordedTrial:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value of the record, and the one of the trial that was trained again. None: there is none."""
+    """A value of the record, and the value now. None: there is none."""
 
     name: str
     recorded: Any
@@ -59,19 +59,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """How the trial that was trained again compares with the record. JSON-able by `as_json`."""
+    """Comparison of the repeated trial with the record. JSON-able by `as_json`."""
 
     trial: int
     outcome: str
     reason: str
-    """Why it did not end as `complete`; empty otherwise."""
+    """The reason of another end than `complete`."""
     num_evaluations: int
     results: tuple[Difference, ...]
-    """Metrics of evaluations that differ in any bit."""
+    """Different metrics of evaluations, in any bit."""
     weights: Literal["same", "different", "not recorded"]
     """The digests of the best weights."""
     conditions: tuple[Difference, ...]
-    """Device, versions and the like that differ."""
+    """Different device, versions and the like."""
     cautions: tuple[str, ...]
     """Reasons why the same conditions may give other bits."""
 
@@ -115,9 +115,9 @@ def reproduce(executor: Executor, trial: RecordedTrial, folder: Path) -> Reprodu
     params, cautions = _params(executor, trial)
     evaluations: list[StepMetrics] = []
 
-    def note(scored: ScoredEvaluation) -> None:
-        evaluations.append((scored.evaluation.step, scored.evaluation.metrics))
-        _logger.info("trial %d, trained again: step %d", trial.number, scored.evaluation.step)
+    def note(scored: Evaluation) -> None:
+        evaluations.append((scored.step, scored.metrics))
+        _logger.info("trial %d, trained again: step %d", trial.number, scored.step)
 
     with _threads(trial.telemetry.get("device", {}).get("num_threads")):
         result = executor.run(params, folder, "reproduction", Callbacks(note))
@@ -135,7 +135,7 @@ def reproduce(executor: Executor, trial: RecordedTrial, folder: Path) -> Reprodu
 
 
 def _params(executor: Executor, trial: RecordedTrial) -> tuple[dict[str, Any], list[str]]:
-    """The parameters to train with, and why they may give other bits than the record."""
+    """Return the parameters to train with, and reasons for other bits than in the record."""
     params, telemetry, cautions = dict(trial.params), trial.telemetry, []
     study = executor.study
     config = build_trial_config(study, params, executor.resolved.preset_precision, executor.amp)
@@ -146,7 +146,7 @@ def _params(executor: Executor, trial: RecordedTrial) -> tuple[dict[str, Any], l
             f"The budget was {config.max_seconds:g} seconds, so learning rates followed the clock. Now the "
             f"budget is the {telemetry['num_steps']} steps that the trial made."
         )
-    if parts := telemetry.get("fp32_parts"):  # those that `auto` found, perhaps in another trial
+    if parts := telemetry.get("fp32_parts"):  # found by `auto`, perhaps in another trial
         params["fp32_parts"] = parts["resolved"]
     if config.max_seconds is not None and telemetry.get("stopped_early"):
         cautions.append("The trial ended early, so its evaluations fell at other steps of its whole budget.")
@@ -167,7 +167,7 @@ def _params(executor: Executor, trial: RecordedTrial) -> tuple[dict[str, Any], l
 
 @contextmanager
 def _threads(number: int | None) -> Iterator[None]:
-    """Use the recorded number of CPU threads: sums in other parts differ in their last bits."""
+    """Use the recorded number of CPU threads: other partial sums differ in their last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:
@@ -177,12 +177,12 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 def _flat(evaluations: Sequence[StepMetrics]) -> dict[str, Any]:
-    """The metrics of tasks by the names `evaluation 1: topic/accuracy`, and the step of each evaluation."""
+    """Return metrics by names such as `evaluation 1: topic/accuracy`, and the step of each evaluation."""
     flat: dict[str, Any] = {}
     for number, (step, metrics) in enumerate(evaluations, start=1):
         flat[f"evaluation {number}: step"] = step
         for task, of_task in metrics.items():
-            if isinstance(of_task, Mapping):  # the objectives by name are numbers, and made of these
+            if isinstance(of_task, Mapping):  # not the objectives, which are made of these
                 flat |= {f"evaluation {number}: {task}/{name}": value for name, value in of_task.items()}
     return flat
 

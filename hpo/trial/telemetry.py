@@ -1,7 +1,7 @@
-"""The facts of a trial, and the record that they become however the trial ends.
+"""The record of a trial, and its calls while it runs.
 
-A `TrialRecorder` holds the facts that are known so far, and reads those that change when the record is made,
-so a trial that was pruned or ran out of memory has its throughput and its precision facts too.
+A `TrialRecorder` holds the known facts, and reads changing ones when the record is made. A trial that was
+pruned or ran out of memory has its throughput and its precision facts too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from pydantic import TypeAdapter
 from torch import nn
 
 from hpo.device import DeviceInfo, Utilization, memory_limit
@@ -30,7 +29,7 @@ from hpo.training.throughput import ThroughputMeter
 
 
 def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None) -> dict[str, Any]:
-    """Where the trial runs. `memory_fraction` is the share of a GPU's memory for this process; None: all."""
+    """Return the facts of the device. `memory_fraction` is this process's share of its memory; None: all."""
     capability = device.compute_capability
     return {
         "type": device.type,
@@ -51,39 +50,28 @@ def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a trial is after a step. Reading it never waits for the device."""
+    """The progress of a trial after a step. Reading it never waits for the device."""
 
     step: int
     budget_used: float
     """From 0 to 1."""
     train_loss: float | None
-    """Mean since the last evaluation; on a GPU as of the last step that waited for it."""
+    """Mean since the last evaluation; on a GPU, as of the last step that waited for it."""
     examples_per_second: float | None
-    """Of training, without warm-up; None before the first. On a GPU likewise."""
+    """Rate of training without the warm-up; None before its end. On a GPU as `train_loss`."""
     checkpoint_seconds: float = 0.0
-    """How long the last checkpoint took to write."""
+    """Seconds to write the last checkpoint."""
 
 
 @dataclass(frozen=True)
-class ScoredEvaluation:
-    """An evaluation with the study's objective values for it."""
+class Callbacks:
+    """Functions that a running trial calls. Each may end the trial by raising a TrialEnd."""
 
-    evaluation: Evaluation
-    values: tuple[float, ...]
-    broken: str = ""
-    """Which limits the trial is known to break, and ends for; empty: none."""
-    stopped_early: str = ""
-    """Why the training ends with this evaluation, before the end of its budget; empty: it does not."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the trial ends by itself with this evaluation."""
-        return bool(self.broken or self.stopped_early) or self.evaluation.budget_used >= 1
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> ScoredEvaluation:
-        """Of a checkpoint, which has it `asdict`."""
-        return TypeAdapter(cls).validate_python(state)
+    on_evaluation: Callable[[Evaluation], None] = lambda _: None
+    should_stop: Callable[[], bool] = lambda: False
+    """Called between micro-batches. True: the trial is checkpointed and ends as `preempted`."""
+    on_progress: Callable[[Progress], None] = lambda _: None
+    """Called after each step but the last."""
 
 
 def training_facts(
@@ -94,7 +82,7 @@ def training_facts(
     evaluation_rates: Sequence[float],
     num_ranks: int,
 ) -> dict[str, Any]:
-    """How the training goes, of all ranks but for `device_utilization`, which is rank 0's.
+    """Return the state of the training over all ranks; `device_utilization` is rank 0's.
 
     `evaluation_rates` are the examples per second of the forward passes of each evaluation.
     """
@@ -136,10 +124,10 @@ _PEAK_FLOPS = {
 def _flops_utilization(
     model: nn.Module, mixed_precision: MixedPrecision, meter: ThroughputMeter, num_ranks: int
 ) -> float | None:
-    """Model FLOP/s over the data sheets' peak for the precision's products.
+    """Return model FLOP/s over the data sheets' peak for the precision's products.
 
-    None where the peak is not known, and where frozen weights are decoded for each product: `training_flops`
-    does not count that.
+    None if the peak is not known, or if frozen weights are decoded for each product, which `training_flops`
+    does not count.
     """
     device, precision = mixed_precision.device, mixed_precision.precision
     peak = _PEAK_FLOPS.get(device.name, {}).get(precision.products)
@@ -158,13 +146,13 @@ def _flops_utilization(
 
 
 def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -> float | None:
-    """Floating-point operations of forward and backward over `num_tokens` in `num_sequences` windows.
+    """Return the FLOPs of forward and backward over `num_tokens` in `num_sequences` windows.
 
     The estimate of PaLM's appendix B (Chowdhery et al. 2022, arXiv 2204.02311): 6 N a token for N
     parameters outside the embeddings, 12 D L for a layer's attention over L tokens. A frozen layer only
-    goes forward, a third of that; a frozen weight beside trained ones has no gradient of its own, two thirds.
-    Recomputation by gradient checkpointing is not counted, nor is padding; every layer is taken to attend to
-    the whole window, of mean length. None where the layers are not known.
+    goes forward: a third. A frozen weight beside trained ones has no gradient of its own: two thirds.
+    Recomputation by gradient checkpointing and padding do not count. Every layer is assumed to attend to the
+    whole window, of mean length. None if the layers are not known.
     """
     if not num_sequences:
         return 0.0
@@ -181,12 +169,9 @@ def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -
         products = sum(size * (2 + trained if is_trained else 1) for size, trained in weights)
         flops += (2 * products + (3 if is_trained else 1) * attention) * num_tokens
     for task, head in zip(model.tasks, model.heads, strict=True):
-        flops += 6 * _num_parameters(head) * (num_tokens if task.level == "token" else num_sequences)
+        num_parameters = sum(parameter.numel() for parameter in head.parameters())
+        flops += 6 * num_parameters * (num_tokens if task.level == "token" else num_sequences)
     return flops
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class TrialRecorder:
@@ -198,15 +183,15 @@ class TrialRecorder:
         self._sources: list[Callable[[], Mapping[str, Any]]] = []
 
     def note(self, **entries: Any) -> None:
-        """Add entries; a later one replaces an earlier one of its name."""
+        """Add entries. A later entry replaces an earlier one of the same name."""
         self._entries |= entries
 
     def follow(self, source: Callable[[], Mapping[str, Any]]) -> None:
-        """Add the entries that `source` returns whenever the record is made."""
+        """Add the entries of `source`, which is called whenever the record is made."""
         self._sources.append(source)
 
     def telemetry(self) -> dict[str, Any]:
-        """The record as of now."""
+        """Return the record as of now."""
         record = dict(self._entries)
         for source in self._sources:
             record |= source()
@@ -215,7 +200,7 @@ class TrialRecorder:
     def result(
         self, outcome: Outcome, reason: str, values: tuple[float, ...] | None, traceback: str | None
     ) -> TrialResult:
-        """The trial's end with everything that it stores."""
+        """Return the trial's end with its whole record."""
         telemetry = json_safe(self.telemetry())
         self._sources.clear()  # they hold the model
         throughput = telemetry.get("throughput", {})
@@ -232,15 +217,15 @@ class TrialRecorder:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How one trial ended; everything that the study stores about it."""
+    """The end of a trial, as the study stores it."""
 
     outcome: Outcome
     reason: str = ""
     values: tuple[float, ...] | None = None
-    """One for each objective; None unless the outcome is `complete`. Always finite."""
+    """The objectives, always finite; None unless the outcome is `complete`."""
     headline: Mapping[str, str | float | int | bool] = field(default_factory=dict)
     """Scalars that become user attributes."""
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     traceback: str | None = None
     constraints: Mapping[str, float] = field(default_factory=dict)
-    """Optuna's, of the study's limits: `hpo.config.limits.violations`."""
+    """Optuna's constraints for the study's limits (`hpo.config.limits.violations`)."""

@@ -1,8 +1,8 @@
-"""Callbacks that a study's own code adds: they watch a trial and may end its training early.
+"""Callbacks of a study's own code: they watch a trial and may end its training early.
 
 A callback must not change the trial. Each call runs without gradients. The random generators and the mode of
-the model are restored after it, and changed weights end the trial. The time of the calls is not training: it
-is in no rate and in no budget of seconds of a trial, but it is device time of the study.
+the model are restored after it, and changed weights end the trial. The time of the calls counts as device
+time of the study, but not as training: it is in no rate and in no budget of seconds.
 
 The callbacks of a trial are made when it starts or resumes in a process. They keep no state over a restart.
 """
@@ -56,10 +56,9 @@ class CallbackState:
 
 
 def make_callbacks(config: TrialConfig, code: Mapping[str, str]) -> dict[str, Any]:
-    """Return the callbacks that a study's `code` brings by their names.
+    """Return the callbacks of a study's `code` by their names, without those of other code in the process.
 
-    Other code may be in use in the process, such as that of a loaded model. Raises InputError if a callback
-    has no method to call.
+    Raises InputError if a callback has no method to call.
     """
     own = {name: made for name, made in CALLBACKS.items() if CALLBACKS.hash_of(name) in code.values()}
     made = {name: extension.make(options_of(name, config.option)) for name, extension in own.items()}
@@ -74,7 +73,7 @@ def make_callbacks(config: TrialConfig, code: Mapping[str, str]) -> dict[str, An
 
 
 def watcher_of_steps(callbacks: Mapping[str, Any]) -> str:
-    """Return the name of a callback that is called after each step; empty: there is none."""
+    """Return the name of a callback with `on_step`; empty: there is none."""
     return next((name for name, callback in callbacks.items() if hasattr(callback, "on_step")), "")
 
 
@@ -90,7 +89,7 @@ class UserCallbacks:
         self._callbacks: dict[str, Any] = {}
 
     def make(self) -> None:
-        """Make the callbacks; of several ranks, the first alone has them."""
+        """Make the callbacks. Of several ranks, only the first has them."""
         with _errors("", "its making"):
             self._callbacks = make_callbacks(self.state.config, self._code)
 
@@ -99,23 +98,23 @@ class UserCallbacks:
 
     @property
     def watch_steps(self) -> bool:
-        """Whether a callback is called after each step."""
+        """True if a callback is called after each step."""
         return bool(watcher_of_steps(self._callbacks))
 
     def call(self, method: str, **changes: Any) -> str:
         """Call the method of all callbacks with the state after `changes`.
 
-        Returns the reason of the first callback that ends the training; empty: none does. Raises Failed if a
+        Returns the reason of the first callback to end the training; empty: none ends it. Raises Failed if a
         callback raises, returns neither None nor a text, or changes the weights.
         """
         self.state = replace(self.state, **changes)
-        started, told = time.perf_counter(), ""
+        started, ending = time.perf_counter(), ""
         for name, callback in self._callbacks.items():
             if called := getattr(callback, method, None):
                 reason = self._call(called, name, method)
-                told = told or (reason and f"{reason} (callback {name})")
+                ending = ending or (reason and f"{reason} (callback {name})")
         self._progress.callback_seconds += time.perf_counter() - started
-        return told
+        return ending
 
     def _call(self, called: Callable[[CallbackState], Any], name: str, method: str) -> str:
         model, weights = self.state.model, _versions(self.state.model)
@@ -164,5 +163,5 @@ def _errors(name: str, method: str) -> Iterator[None]:
 
 
 def _versions(model: nn.Module) -> list[tuple[int, int]]:
-    """Return where each weight and buffer lies, and how often it was changed in place."""
+    """Return the address of each weight and buffer, and the number of its changes in place."""
     return [(one.data_ptr(), one._version) for one in (*model.parameters(), *model.buffers())]

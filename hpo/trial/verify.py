@@ -1,8 +1,7 @@
-"""How each precision does on this machine, before a search: `hpo verify`.
+"""Check of each precision on this machine before a search: `hpo verify`.
 
-Every precision that runs here, natively or emulated, is measured on the study's model and data: its errors
-on the batch of a trial's check, its speed and memory on a micro-batch of training. Nothing is trained and
-nothing stored.
+Every supported or emulated precision is measured on the study's model and data: its errors on the batch of a
+trial's check, its speed and memory on a micro-batch of training. Nothing is trained or stored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.costs import costs_of_trial
 from hpo.trial.executor import Executor
 from hpo.trial.part_search import find_parts
-from hpo.trial.trial_parts import build_trial
+from hpo.trial.parts import build_trial
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class PrecisionCheck:
     name: str
     support: Support
     compatibility: Compatibility | None
-    """None where it was not measured; `note` says why."""
+    """None: it was not measured, for the reason in `note`."""
     note: str = ""
 
     @property
@@ -48,13 +47,13 @@ class PrecisionCheck:
 
     @property
     def is_faster(self) -> bool:
-        """Whether it was faster than fp32 in every pair of passes, and by more than 5 % in the median."""
+        """True if it was faster than fp32 in every pair of passes, and by more than 5 % in the median."""
         costs = self.compatibility.costs if self.compatibility else None
         return costs is not None and costs.speed_ratio > 1.05 and costs.least_speed_ratio > 1
 
 
 def check_precision(executor: Executor, name: str, repeats: int) -> Compatibility:
-    """Check the study's fixed settings in a precision, emulated or not, and measure what it costs.
+    """Check the study's fixed settings in a precision, emulated or not, and measure its costs.
 
     Nothing is cached. The costs are those of a micro-batch; the errors are those of the trial's check.
     """
@@ -72,7 +71,7 @@ def check_precision(executor: Executor, name: str, repeats: int) -> Compatibilit
 
 
 def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -> list[PrecisionCheck]:
-    """`check` each precision that `device` runs, natively or emulated; `check_precision` is such a check."""
+    """Call `check` (`check_precision`) for each supported or emulated precision of `device`."""
     checks = []
     for name in PRECISION_NAMES:
         supported = support(name, device)
@@ -88,7 +87,7 @@ def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -
 
 
 def recommendation(checks: Sequence[PrecisionCheck]) -> str:
-    """Which precisions are worth searching here, and why the others are not."""
+    """Recommend precisions for a search on this machine, with reasons."""
     usable = [check for check in checks if check.usable]
     faster = [check for check in usable if check.name != "fp32" and check.is_faster]
     emulated = [check.name for check in checks if check.support.level == "emulated"]

@@ -20,7 +20,7 @@ from hpo.errors import InputError, StorageError, StudyChangedError
 from hpo.precision.table import apply_preset
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.studies import create_or_resume_study
-from hpo.trial import trial_parts
+from hpo.trial import parts
 
 SPACE = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
@@ -153,8 +153,8 @@ def test_what_is_only_in_the_database(study: hpo.Study, searched: Path) -> None:
 
 def test_the_best_model_is_evaluated_and_exported(study: hpo.Study, tmp_path: Path) -> None:
     reads = []
-    load_data = trial_parts.load_data
-    with mock.patch.object(trial_parts, "load_data", lambda *of: reads.append(of) or load_data(*of)):
+    load_data = parts.load_data
+    with mock.patch.object(parts, "load_data", lambda *of: reads.append(of) or load_data(*of)):
         record, used = study.use_best(split="test", folder=tmp_path / "model")
     assert len(reads) == 1
     number = study.best()[0].number

@@ -21,10 +21,9 @@ from hpo.config.trial_config import build_trial_config
 from hpo.device import probe_device
 from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISIONS, AmpConfig
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.executor import NO_CALLBACKS, Executor
-from hpo.trial.telemetry import TrialResult
+from hpo.trial.telemetry import Callbacks, TrialResult
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import TrialRecord

@@ -266,7 +266,7 @@ def run_hpo(search: Search, watch: Watch) -> list[Trial]:
 
     from hpo.cli.commands import app
     from hpo.trial.executor import Executor
-    from hpo.trial.trial_parts import TrialLoader
+    from hpo.trial.parts import TrialLoader
 
     content = study_content(WORKLOAD, search.folder, "fp32")
     del content["training"]["fp_precision"]

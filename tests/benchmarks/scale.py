@@ -98,7 +98,7 @@ class Executor:
 
     def __init__(self, config: StudyConfig, folder: Path, stop: Stop, runs: int) -> None:
         from hpo.training.evaluate import Evaluation
-        from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+        from hpo.trial.telemetry import TrialResult
 
         self.study, self.device = config, probe_device("cpu")
         self.amp = SimpleNamespace(memory_fraction=None)
@@ -106,7 +106,7 @@ class Executor:
         self.times: list[tuple[float, float]] = []
         self._folder, self._stop, self._runs = folder, stop, runs
         self._shares = evaluation_shares(config)
-        self._evaluation, self._scored, self._result = Evaluation, ScoredEvaluation, TrialResult
+        self._evaluation, self._scored, self._result = Evaluation, Evaluation, TrialResult
 
     def trial_folder(self, token: str, number: int) -> Path:
         return self._folder / NAME / f"checkpoints-{token[:8]}" / f"trial-{number:05d}"

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from hpo.device import DeviceInfo, synchronize
-from hpo.trial.callbacks import Callbacks
-from hpo.trial.telemetry import Progress
+from hpo.trial.telemetry import Callbacks, Progress
 
 FIRST_STEP, NUM_STEPS = 4, 10
 """The step before the first one that is profiled, and how many steps are profiled."""

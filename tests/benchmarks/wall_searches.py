@@ -188,8 +188,8 @@ def run_plain(search: Search) -> None:
     from hpo.config.study_config import load_study
     from hpo.device import probe_device
     from hpo.errors import Pruned
-    from hpo.trial.callbacks import Callbacks
     from hpo.trial.executor import Executor
+    from hpo.trial.telemetry import Callbacks
 
     path = Path("plain.yaml")
     path.write_text(yaml.safe_dump(search.wall.study(search.rows, search.seed, pruner={"name": "none"})))
@@ -199,7 +199,7 @@ def run_plain(search: Search) -> None:
     def objective(trial: optuna.Trial) -> float:
         def on_evaluation(scored: Any) -> None:
             note(scored.values[0])
-            trial.report(scored.values[0], scored.evaluation.index)
+            trial.report(scored.values[0], scored.index)
             if trial.should_prune():
                 raise Pruned("as Optuna's pruner says")
 

@@ -199,7 +199,7 @@ def test_train_for_people(tmp_path: Path) -> None:
 
 def test_train_shows_the_traceback_of_a_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_study(tmp_path)
-    monkeypatch.setattr("hpo.trial.trial_parts.build_optimizer", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("hpo.trial.parts.build_optimizer", lambda *_, **__: 1 / 0)
     finished = hpo_command(tmp_path, "train", "tiny.yaml")
     assert finished.exit_code == 1
     assert "failed: ZeroDivisionError: division by zero" in finished.out
@@ -231,15 +231,6 @@ def test_verify(tmp_path: Path) -> None:
     assert bf16["compatibility"]["verdict"] == "ok"
     assert 0 < max(bf16["compatibility"]["measurement"]["logits_relative_error"].values()) < 0.1
     assert bf16["compatibility"]["costs"]["speed_ratio"] > 0
-
-
-def test_verify_parts(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    ended = ok(hpo_command(tmp_path, "verify", "tiny.yaml", "--parts", "--repeats", "1", "--json"))
-    found = {row["precision"]: row for row in ended.json["precisions"]}
-    assert [*found] == ["bf16", "fp16"]
-    assert found["bf16"]["found"]["parts"] == []
-    assert [row["own"]["part"] for row in found["bf16"]["parts"]][:2] == ["embeddings", "layers.0"]
 
 
 # hpo run --timeout
@@ -323,7 +314,7 @@ def test_slow_steps_are_logged_on_stderr(
         raise DataError("and then it ends")
 
     write_study(tmp_path)
-    monkeypatch.setattr("hpo.trial.trial_parts.load_data", slow)
+    monkeypatch.setattr("hpo.trial.parts.load_data", slow)
     finished = hpo_command(tmp_path, command, "tiny.yaml")
     assert finished.err == "tokenising 20000 texts\nError: and then it ends\n"
     assert hpo_command(tmp_path, command, "tiny.yaml", "--json").err == "Error: and then it ends\n"

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jsonl_sets import load_set, write_set
+from support.jsonl_sets import load, load_set, write_set
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
-from hpo.config.data_config import DataConfig
-from hpo.data.checks import DataFacts, data_facts, length_facts
-from hpo.data.dataset import load_data
+from hpo.data.checks import DataFacts, Leak, data_facts, length_facts
 from hpo.tasks.tokenized_split import Windowing
 
 TASKS: dict[str, Any] = {
@@ -44,15 +42,10 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> DataFacts:
     )
 
 
-def test_repeated_texts_are_counted_by_split(facts: DataFacts) -> None:
+def test_repeated_texts_are_counted_without_regard_to_case(facts: DataFacts) -> None:
     found = {name: (of.num_rows, of.num_duplicates) for name, of in facts.splits.items()}
     assert found == {"train": (4, 2), "validation": (3, 1), "test": (1, 0)}
-
-
-def test_texts_in_two_splits_are_found_without_regard_to_case(facts: DataFacts) -> None:
-    (leak,) = facts.leaks
-    assert (leak.split, leak.other, leak.num_rows) == ("validation", "train", 2)
-    assert leak.ids == ("r10", "r3")
+    assert facts.leaks == [Leak("validation", "train", 2, ("r10", "r3"))]
 
 
 def test_classes_spans_and_numbers_are_counted(facts: DataFacts) -> None:
@@ -71,20 +64,19 @@ def test_classes_spans_and_numbers_are_counted(facts: DataFacts) -> None:
 def test_lengths_and_losses_by_cuts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="hpo.data")
     sizes = {"num_train": 60, "num_validation": 20, "num_test": 20, "max_sentences": 12}
-    dataset = load_data(DataConfig.model_validate({"source": "synthetic", "synthetic": sizes}))
+    dataset = load(source="synthetic", synthetic=sizes)
     tokenizer, windowings = tiny_tokenizer("wordpiece"), [Windowing(24), Windowing(40, "window", 6)]
     found = length_facts(dataset, tokenizer, windowings, tmp_path)
-    assert caplog.messages[0] == "tokenising 60 texts of the train split (whole)"
     for name, examples in dataset.splits.items():
         whole = tokenize_split(examples, dataset.tasks, tokenizer, Windowing(10**6))
+        lengths = whole.lengths_W
         assert found.num_tokens[name] == whole.num_tokens
-        assert found.quantiles[name][0] == whole.lengths_W.min()
-        assert found.quantiles[name][100] == whole.lengths_W.max()
+        assert (found.quantiles[name][0], found.quantiles[name][100]) == (lengths.min(), lengths.max())
         total = sum(len(spans) for example in examples for spans in example.spans.values())
         assert found.num_spans["evidence"][name] == total
         for cut, windowing in zip(found.cuts, windowings, strict=True):
             split = tokenize_split(examples, dataset.tasks, tokenizer, windowing)
-            assert cut.num_over[name] == (whole.lengths_W > windowing.max_length).sum() > 0
+            assert cut.num_over[name] == (lengths > windowing.max_length).sum() > 0
             assert cut.num_windows[name] == split.num_windows
             assert cut.num_lost_spans["evidence"][name] == split.num_lost_spans["evidence"]
     caplog.clear()

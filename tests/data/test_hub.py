@@ -78,7 +78,7 @@ def test_settings_of_csv_are_refused_for_other_files(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("column_names", ["id", "text", "t"]), ("na_values", ["a"]), ("sep", "::"), ("encoding", "nonsense")],
+    [("column_names", ["id", "text", "t"]), ("na_values", ["a"])],
 )
 def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
     write_csv(folder, "id,text,t", "{}1,one,a", "{}2,two,b")
@@ -87,21 +87,10 @@ def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: 
         hub(folder)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("sep", "^"), ("delimiter", "^"), ("encoding", "cp1252"), ("engine", "python")]
-)
-def test_options_of_the_card_are_read(option: str, value: str, folder: Path) -> None:
-    mark = "^" if value == "^" else ","
-    rows = [row.replace(",", mark) for row in ("id,text,t", "{}1,caf\u00e9,a", "{}2,two,b")]
-    write_csv(folder, *rows, encoding="cp1252" if value == "cp1252" else "utf-8")
-    write_card(folder, {"configs": [{**FILES, option: value}]})
-    assert texts(hub(folder)) == ["caf\u00e9", "two"]
-
-
 def test_settings_of_the_study_replace_the_card(folder: Path) -> None:
-    write_csv(folder, "id^text^t", "{}1^one^a", "{}2^two^b")
-    write_card(folder, {"configs": [{**FILES, "sep": "::"}]})
-    assert texts(hub(folder, csv={"delimiter": "^"})) == ["one", "two"]
+    write_csv(folder, "id^text^t", "{}1^caf\u00e9^a", "{}2^two^b", encoding="cp1252")
+    write_card(folder, {"configs": [{**FILES, "sep": ",", "encoding": "utf-8", "engine": "python"}]})
+    assert texts(hub(folder, csv={"delimiter": "^", "encoding": "cp1252"})) == ["caf\u00e9", "two"]
 
 
 @pytest.mark.parametrize("cells", [["1.0", "", "angry ", "0"], ["angry", " ", "1", "calm"]])

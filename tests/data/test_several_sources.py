@@ -67,16 +67,13 @@ def test_evidence_follows_a_renamed_task() -> None:
 @pytest.mark.parametrize(
     ("of_mail", "message"),
     [
-        (
-            {"rename": {"tne": "other"}},
-            "source `mail`: rename.tne: there is no such task. Did you mean `tone`?",
-        ),
-        ({"rename": {"tone": "size"}}, "source `mail`: rename: two tasks would have one name"),
-        ({"path": "nowhere"}, "source `mail`: .*nowhere/tasks.json: no such file"),
+        ({"rename": {"tne": "other"}}, "rename.tne: there is no such task. Did you mean `tone`?"),
+        ({"rename": {"tone": "size"}}, "rename: two tasks would have one name"),
+        ({"path": "nowhere"}, ".*nowhere/tasks.json: no such file"),
     ],
 )
 def test_an_error_names_its_source(of_mail: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"source `mail`: {message}"):
         load(**write_sources(tmp_path, **of_mail))
 
 

@@ -14,7 +14,7 @@ SIZES = {"large": 90, "small": 10}
 
 
 def sampling_of(temperature: float = 1.0, **weights: float) -> SourceSampling:
-    """The sampling of sources whose rows have one window each."""
+    """Return the sampling of sources with one window per row."""
     split: Any = SimpleNamespace(window_example_W=np.arange(100))
     sampling = source_sampling(split, SIZES, temperature, weights)
     assert sampling is not None
@@ -51,9 +51,8 @@ def test_sources_are_counted_in_windows() -> None:
     assert sampling.drawn_shares(1, np.array([0, 2])) == {"a": 5 / 8, "b": 3 / 8}
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 7])
-def test_an_epoch_at_temperature_1_holds_every_window_once(epoch: int) -> None:
-    assert sorted(sampling_of().windows(seed=3, epoch=epoch)) == list(range(100))
+def test_an_epoch_at_temperature_1_holds_every_window_once() -> None:
+    assert sorted(sampling_of().windows(seed=3, epoch=7)) == list(range(100))
 
 
 def test_a_source_is_read_in_whole_passes() -> None:

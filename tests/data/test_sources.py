@@ -1,17 +1,12 @@
-"""csv, parquet and hub give the same examples as jsonl."""
+"""Rows and paths of csv and jsonl files."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from support.jsonl_sets import load, load_set, write_set
+from support.jsonl_sets import load_set, write_set
 
 from hpo.config.data_config import DataConfig
 from hpo.data.dataset import DataSet
@@ -20,73 +15,8 @@ from hpo.errors import DataError
 
 TASKS = {
     "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
-    "topics": {"kind": "multi_label", "classes": ["work", "home|garden"]},
-    "grade": {"kind": "regression"},
     "names": {"kind": "token_classification", "span_names": ["person", "place"]},
-    "answer": {"kind": "span_extraction", "span_names": ["reply"]},
-    "proof": {"kind": "span_per_label", "span_names": ["work", "home|garden"], "evidence_for": "topics"},
 }
-LINES: list[dict[str, Any]] = [
-    {
-        "id": "a",
-        "text": 'Ann works\nin Rome, "she" says',
-        "labels": {"tone": "calm", "topics": ["work"], "grade": 1.5},
-        "spans": {"person": [[0, 3]], "place": [[13, 17]], "reply": [[4, 9]], "work": [[0, 9]]},
-    },
-    {"id": "b", "text": "nothing", "labels": {"tone": "angry", "topics": [], "grade": -2.0}, "spans": {}},
-    {"id": "c", "text": "not annotated", "labels": {}},
-]
-COLUMNS = {
-    "id": "key",
-    "text": "body",
-    "labels": {"tone": "tone", "topics": "topics", "grade": "grade"},
-    "spans": {"names": "names", "answer": "reply", "proof": "proof"},
-}
-
-
-def cells(line: dict[str, Any]) -> dict[str, Any]:
-    """A line as a table's row, with lists where a table can hold them."""
-    labels, spans = line["labels"], line.get("spans")
-    row = {"key": line["id"], "body": line["text"], **{task: labels.get(task) for task in COLUMNS["labels"]}}
-    row["reply"] = None if spans is None else spans.get("reply", [])
-    for column, names in (("names", ("person", "place")), ("proof", ("work",))):
-        row[column] = None if spans is None else json.dumps({n: spans[n] for n in names if n in spans})
-    return row
-
-
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Empty cells where there is nothing, JSON for lists."""
-
-    def cell(value: Any) -> Any:
-        return json.dumps(value) if isinstance(value, list | dict) else value
-
-    texts = [{key: cell(value) for key, value in row.items()} for row in rows]
-    pd.DataFrame(texts).to_csv(path, index=False)
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
-@pytest.mark.parametrize("source", ["csv", "parquet", "hub"])
-def test_every_source_gives_equal_examples(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    write, suffix = (write_csv, "csv") if source == "csv" else (write_parquet, "parquet")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    splits = {"train": LINES, "validation": [{**line, "id": f"{line['id']}v"} for line in LINES]}
-    for split, lines in splits.items():
-        write(folder / f"{split}.{suffix}", [cells(line) for line in lines])
-    at: dict[str, Any] = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
-    if source == "csv":
-        at["csv"] = {"empty": "unlabelled"}
-    dataset = load(source=source, tasks=TASKS, columns=COLUMNS, **at)
-    reference = load_set(write_set(tmp_path / "reference", TASKS, **splits))
-    assert dataset.tasks == reference.tasks
-    assert dataset.splits == reference.splits
-    assert dataset.fingerprint == reference.fingerprint
 
 
 def one_csv(folder: Path, header: str, *rows: str, tasks: dict[str, Any], **columns: Any) -> DataSet:

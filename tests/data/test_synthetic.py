@@ -12,7 +12,6 @@ from hpo.data.dataset import load_data
 from hpo.data.examples import RowChecker
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import parse_tasks
-from hpo.tasks.example import Example
 
 STORED = "acd9747cb227cf3e952238bb6b76935d"
 """The fingerprint of 20 rows a split, before `look_alikes` was a setting."""
@@ -62,14 +61,11 @@ def test_labels_evidence_severity_and_score_agree() -> None:
 
 
 def test_label_noise_removes_and_adds_labels() -> None:
-    def held(label_noise: float) -> list[Example]:
-        return list(SyntheticRows("train", 300, label_noise=label_noise))
-
-    # The same posts: noise changes what the annotator saw, not what was written.
-    for clean, noisy in zip(held(0.0), held(1.0), strict=True):
-        assert clean.text == noisy.text
-        assert not set(clean.spans) & set(noisy.spans)
-    assert any(row.spans for row in held(1.0))
+    clean, noisy = (SyntheticRows("train", 300, label_noise=noise) for noise in (0.0, 1.0))
+    for ours, theirs in zip(clean, noisy, strict=True):
+        assert ours.text == theirs.text
+        assert not set(ours.spans) & set(theirs.spans)
+    assert any(row.spans for row in noisy)
 
 
 def test_posts_without_look_alikes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from support.jsonl_sets import load
 
 from hpo.data.dataset import DataSet
 from hpo.errors import DataError
+from hpo.tasks.kind import KINDS, Task, kind_of
 
-READERS = ["jsonl", "csv", "parquet", "hub csv", "hub csv;", "hub csv features", "hub jsonl", "hub parquet"]
+READERS = ["jsonl", "csv", "parquet", "hub csv", "hub jsonl", "hub parquet"]
 Columns = dict[str, list[Any]]
 
 
@@ -47,8 +48,9 @@ def write(folder: Path, reader: str, split: str, columns: Columns) -> None:
     path = folder / f"{split}.{suffix}"
     if suffix == "csv":
         with path.open("w", newline="") as file:
-            writer = csv.writer(file, delimiter=";" if ";" in reader else ",")
-            writer.writerows([list(table), *([text(cell) for cell in row.values()] for row in rows)])
+            csv.writer(file).writerows(
+                [list(table), *([text(cell) for cell in row.values()] for row in rows)]
+            )
     elif suffix == "parquet":
         pq.write_table(pa.table(table), path)
     else:
@@ -72,15 +74,6 @@ def read(folder: Path, reader: str, tasks: dict[str, Any], columns: Columns, **m
     folder.mkdir(parents=True)
     for split in ("train", "validation"):
         write(folder, reader, split, columns)
-    card: dict[str, Any] = {}
-    if ";" in reader:
-        files = [{"split": split, "path": f"{split}.*"} for split in ("train", "validation")]
-        card = {"configs": [{"config_name": "default", "data_files": files, "sep": ";"}]}
-    elif "features" in reader:
-        features = [{"name": name, "dtype": "string"} for name in ("id", "text", *columns)]
-        card = {"dataset_info": {"features": features}}
-    if card:
-        (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
     source = reader.partition(" ")[0]
     at: dict[str, Any] = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
     if source != "jsonl":
@@ -123,19 +116,13 @@ def test_every_reader_reads_equal_cells(reader: str, tmp_path: Path) -> None:
     assert (labels["spaces"], labels["accents"]) == ({"pos", "neg"}, {"café", "t"})
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_whole_numbers_match_declared_classes(reader: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cell", [1, 1.0, Decimal(1), "1", "1.0", " 1 "])
+@pytest.mark.parametrize("declared", ["1", "1.0"])
+def test_whole_numbers_match_declared_classes(cell: Any, declared: str) -> None:
     """pandas writes 1.0 to csv where a column of whole numbers has an empty cell; 5.10 is no number."""
-    versions = ["5.1", "5.10", "05"]
-    cells: Columns = {"floats": [1.0, None, 5.0], "integers": [1, None, 5], "texts": ["1.0", None, "5"]}
-    declared = {f"{name}{n}": ["1", "5"] if n else ["1.0", "5.0"] for name in cells for n in (0, 1)}
-    tasks = {name: {"kind": ONE, "classes": classes} for name, classes in declared.items()}
-    tasks["versions"] = {"kind": ONE, "classes": versions}
-    columns = {name: cells[name[:-1]] for name in declared}
-    rows = read(tmp_path, reader, tasks, {**columns, "versions": versions}).splits["train"]
-    for name, (one, five) in declared.items():
-        assert [row.labels.get(name) for row in rows] == [one, None, five], name
-    assert [row.labels["versions"] for row in rows] == versions
+    kind = kind_of(Task("t", ONE, (declared, "5.1", "5.10", "01")))
+    assert kind.label(cell) == declared
+    assert [kind.label(version) for version in ("5.1", "5.10", "01")] == ["5.1", "5.10", "01"]
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -145,31 +132,39 @@ def test_null_is_unlabelled_and_an_empty_list_is_no_class(reader: str, tmp_path:
     assert [row.labels.get("tags") for row in dataset.splits["train"]] == [["a"], None, []]
 
 
-REFUSED: list[tuple[str, list[Any], str]] = [
-    (NUMBER, [1.0, float("inf")], " must be a finite number, but got inf. Leave it empty"),
-    (NUMBER, ["1", "one"], " must be a finite number, but got 'one'"),
-    (NUMBER, ["1", "NaN"], " must be a finite number, but got "),
-    (ONE, ["a", "c"], ": unknown class `c`"),
-    (MANY, ["a", "a,b"], ": unknown class `a,b`"),
-    (MANY, ["a", "['a']"], " must be JSON in double quotes"),
-    (MANY, [["a"], ["a", "a"]], " names a class twice"),
-    *(
-        (ONE, ["a", cell], " must be one class, as text or a whole number, but got ")
-        for cell in ('["a", "b"]', "['a']", "[ 'a' 'b']", "[1 2]", " [-1]\n", "[ ]", "[[]]", '[{"a": 1}]')
-    ),
-]
+ONE_CLASS = " must be one class, as text or a whole number, but got "
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "message"),
+    [
+        (NUMBER, float("inf"), " must be a finite number, but got inf. Leave it empty"),
+        (NUMBER, "one", " must be a finite number, but got 'one'"),
+        (NUMBER, "NaN", " must be a finite number, but got "),
+        (ONE, "c", ": unknown class `c`"),
+        (MANY, "a,b", ": unknown class `a,b`"),
+        (MANY, "['a']", " must be JSON in double quotes"),
+        (MANY, ["a", "a"], " names a class twice"),
+        *(
+            (ONE, cell, ONE_CLASS)
+            for cell in ('["a", "b"]', "['a']", "[ 'a' 'b']", "[1 2]", " [-1]\n", "[ ]")
+        ),
+        *((ONE, cell, ONE_CLASS) for cell in ("[[]]", '[{"a": 1}]', 1.5, b"a", {"a": 1}, ["a"])),
+    ],
+)
+def test_bad_cells_are_refused(kind: str, cell: Any, message: str) -> None:
+    task = Task("t", kind, () if kind == NUMBER else ("a", "b"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind_of(task).label(KINDS[kind].from_cell(cell, "|", has_decimal_comma=True))
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_every_reader_refuses_equal_cells(reader: str, tmp_path: Path) -> None:
-    for number, (kind, cells, message) in enumerate(REFUSED):
-        classes = {} if kind == NUMBER else {"classes": ["a", "b"]}
-        with pytest.raises(DataError) as caught:
-            read(tmp_path / str(number), reader, {"t": {"kind": kind, **classes}}, {"t": cells})
-        first, second, third = str(caught.value).splitlines()
-        assert first == "2 bad rows in the data; mend or remove:"
-        assert f"labels.t{message}" in second
-        assert f"labels.t{message}" in third
+def test_every_reader_reports_a_bad_cell(reader: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, reader, {"t": {"kind": ONE, "classes": ["a", "b"]}}, {"t": ["a", "[1 2]"]})
+    first, *rest = str(caught.value).splitlines()
+    assert first == "2 bad rows in the data; mend or remove:"
+    assert [f"labels.t{ONE_CLASS}'[1 2]'" in line for line in rest] == [True, True]
 
 
 @pytest.mark.parametrize("cells", [["[]", "[1]", "c", "d"], [1.5, 2.5]])
@@ -208,6 +203,19 @@ def test_spans_may_be_objects_of_start_and_end(reader: str, tmp_path: Path) -> N
     cells = [[{"start": 0, "end": 3}], [], [{"start": 7, "end": 11}, {"start": 0, "end": 3}]]
     rows = read(tmp_path, reader, PERSON, {"spans": cells}).splits["train"]
     assert [row.spans.get("person", []) for row in rows] == [[(0, 3)], [], [(0, 3), (7, 11)]]
+
+
+@pytest.mark.parametrize("reader", [reader for reader in READERS if reader != "jsonl"])
+def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None:
+    names = {"names": {"kind": "token_classification", "span_names": ["person", "place"]}}
+    cells = [{"person": [[0, 3]], "place": [[7, 11]]}, {"person": [], "place": [[7, 11]]}, None]
+    rows = read(tmp_path, reader, names, {"spans": cells}).splits["train"]
+    assert [dict(row.spans) for row in rows] == [
+        {"person": [(0, 3)], "place": [(7, 11)]},
+        {"place": [(7, 11)]},
+        {},
+    ]
+    assert [bool(row.annotated) for row in rows] == [True, True, False]
 
 
 @pytest.mark.parametrize("reader", READERS)

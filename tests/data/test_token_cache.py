@@ -30,7 +30,7 @@ def dataset() -> DataSet:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each time that this process tokenises a split."""
+    """Return a list with one entry for each tokenised split."""
     times: list[int] = []
 
     def counted(*args: object) -> Iterator[TokenizedSplit]:
@@ -133,8 +133,7 @@ def test_a_damaged_cache_is_made_again(
 def test_an_unfinished_folder_is_replaced(dataset: DataSet, tmp_path: Path) -> None:
     load(dataset, tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    folder.rename(unfinished)
+    unfinished = folder.rename(folder.with_name(folder.name + ".unfinished"))
     (unfinished / "contents.json").unlink()
     assert load(dataset, tmp_path).num_windows == 40
     assert not unfinished.exists()
@@ -143,7 +142,7 @@ def test_an_unfinished_folder_is_replaced(dataset: DataSet, tmp_path: Path) -> N
 def test_concurrent_threads_and_processes_do_the_work_once(
     dataset: DataSet, tmp_path: Path, made: list[int]
 ) -> None:
-    """Two threads here and two of another process wait at a gate and then ask at once."""
+    """Two threads here and two of another process ask at once."""
     context = multiprocessing.get_context("fork")
     gate, found = context.Barrier(2), context.SimpleQueue()
     tiny_tokenizer("wordpiece")

@@ -35,7 +35,7 @@ def windows_of(rows: Sequence[Example], tasks: Sequence[Task], max_length: int, 
 
 
 def random_examples(count: int, seed: int) -> list[Example]:
-    """Texts of words, symbols and odd spaces, with spans between any two characters."""
+    """Return texts of words, symbols and odd spaces, with spans between any two characters."""
     draw = random.Random(seed)
     examples = []
     for number in range(count):
@@ -57,7 +57,7 @@ def by_window(split: TokenizedSplit, values_T: np.ndarray) -> list[list[int]]:
 
 
 def shown_spans(split: TokenizedSplit, task: str) -> Iterator[tuple[int, int, int, int, int]]:
-    """(window, label, first and last token in the whole split, cut) of every span of every window."""
+    """Yield (window, label, first and last token in the whole split, cut) of every span of every window."""
     spans = split.spans[task]
     for window in range(split.num_windows):
         for label, first, last, cut in spans.rows_S4[spans.start_W1[window] : spans.start_W1[window + 1]]:
@@ -66,7 +66,7 @@ def shown_spans(split: TokenizedSplit, task: str) -> Iterator[tuple[int, int, in
 
 
 def touched(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> list[int]:
-    """Tokens of the whole text that share a character other than white space with the span, found slowly."""
+    """Return the tokens of the whole text with a character of the span, other than white space."""
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
         "offset_mapping"
     ]
@@ -112,8 +112,7 @@ def test_windows_own_every_token_once_and_in_order(family: str, stride: int) -> 
         assert np.array_equal(getattr(split, name)[owned], getattr(whole, name)[whole.owned_T])
     assert np.array_equal(example_T[owned], np.repeat(whole.window_example_W, whole.lengths_W)[whole.owned_T])
     assert np.array_equal(whole.owned_T, whole.char_start_T >= 0)
-    # Special tokens belong to nobody; the others of a window stand between them as in a short text.
-    assert not (owned & (split.char_start_T < 0)).any()
+    assert not (owned & (split.char_start_T < 0)).any()  # special tokens have no owner
     assert split.num_cut_examples == 0
 
 
@@ -225,7 +224,7 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
         if cut == 0
     ]
     assert set(answers) == {"dog", "Ann"}
-    # The question is repeated in every window and owned once; every character is owned by one token at most.
+    # The question is repeated in every window and owned once.
     for number, row in enumerate(rows):
         of_row = np.repeat(split.window_example_W, split.lengths_W) == number
         owned = of_row & split.owned_T

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from hpo.evaluation.cautions import task_warnings
-from hpo.evaluation.classes import class_figures
 from hpo.evaluation.contributions import baselines
+from hpo.evaluation.detailed import class_figures
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds
@@ -17,16 +17,14 @@ SINGLE = Task("t", "single_label", ("a", "b", "c"))
 MULTI = Task("t", "multi_label", ("a", "b", "c"))
 NUMBER = Task("t", "regression")
 SPANS = Task("t", "token_classification", ("a",))
-
-
-def warned(task: Task, truth: list[Any], predicted: list[Any], threshold: float | None = None) -> list[str]:
-    """The warnings without that about the baseline. Spans are given as one span a row, or none."""
-    statistics = statistics_of(task, truth, predicted)
-    decisions = DecodingThresholds(threshold or 0.5)
-    return list(task_warnings(statistics, class_figures(statistics), decisions, {}))
+SLOTS = Task("t", "token_classification", ("a", "b"))
+ANSWER = Task("t", "span_extraction", ("answer",))
+SETS: list[Any] = [["a"], ["b"], ["c"], []] * 20
+ANSWERS: list[Any] = [[("answer", 0, 1)], []] * 20
 
 
 def statistics_of(task: Task, truth: list[Any], predicted: list[Any]) -> RowStatistics:
+    """Return statistics of rows. A span is given as one span per row, or none."""
     rows = []
     for label in truth:
         is_label = task.kind in ("single_label", "multi_label", "regression")
@@ -35,60 +33,51 @@ def statistics_of(task: Task, truth: list[Any], predicted: list[Any]) -> RowStat
     return row_statistics(task, predicted, rows)
 
 
-def test_an_ordinary_evaluation_has_none() -> None:
-    truth = ["a", "b", "c"] * 20
-    assert warned(SINGLE, truth, truth[1:] + truth[:1]) == []
-    sets = [["a"], ["b"], ["c"], []] * 20
-    assert warned(MULTI, sets, sets[1:] + sets[:1], 0.5) == []
-    assert warned(Task("t", "regression"), [1.0] * 30, [2.0] * 30) == []
-    answers = [[("answer", 0, 1)], []] * 20
-    assert warned(Task("t", "span_extraction", ("answer",)), answers, answers) == []
-
-
-def test_a_threshold_that_predicts_everything_or_nothing() -> None:
-    truth = [["a"], ["b"], ["c"], []] * 20
-    assert warned(MULTI, truth, [["a", "b", "c"]] * 80, 0.0009) == [
-        "Every class is predicted in every row at the threshold 0.0009."
-    ]
-    assert warned(MULTI, truth, [[]] * 80, 0.5) == ["No class is predicted in any row at the threshold 0.5."]
-    assert warned(MULTI, truth, [["a", "b"], ["a", "c"]] * 40, 0.25) == [
-        "`a` is predicted in every row at the threshold 0.25."
-    ]
-    # What holds in every row may be predicted there.
-    assert warned(MULTI, [["a", "b", "c"]] * 40, [["a", "b", "c"]] * 40, 0.5) == []
-
-
-def test_classes_that_are_never_predicted_or_always() -> None:
-    assert warned(SINGLE, ["a", "b", "c"] * 20, ["a"] * 60) == [
-        "`b`, `c` occur but are never predicted.",
-        "`a` is predicted in every row.",
-    ]
-    slots = Task("t", "token_classification", ("a", "b"))
-    truth = [[("a", 0, 1)], [("b", 0, 1)]] * 20
-    assert warned(slots, truth, [[("a", 0, 1)]] * 40) == ["`b` occurs but is never predicted."]
-    assert warned(slots, truth, [[]] * 40) == ["No span is predicted in any row."]
-    answer = Task("t", "span_extraction", ("answer",))
-    answers = [[("answer", 0, 1)], []] * 20
-    assert warned(answer, answers, [[("answer", 0, 1)]] * 40) == [
-        "`answer` is predicted in every row at the null offset 0."
-    ]
-
-
-def test_few_rows_and_classes_that_are_missing() -> None:
-    few = "figures of so few are mostly chance"
-    assert warned(SINGLE, ["a", "b"] * 5, ["b", "a"] * 5) == [
-        "Only 10 rows are annotated: the figures say little.",
-        f"`a`, `b` have fewer than 10 rows: {few}.",
-        "`c` does not occur in this split; f1_macro is of the others.",
-    ]
-    assert warned(SINGLE, ["a"], ["a"])[0].startswith("Only 1 row is annotated: ")
-    assert warned(SINGLE, [], []) == [
-        "No row of this split is annotated for t: there is nothing to evaluate."
-    ]
-    many = Task("t", "single_label", tuple("abcdefgh"))
-    assert warned(many, ["a"] * 30, ["a"] * 30) == [
-        "`b`, `c`, `d`, `e`, `f` and 2 more do not occur in this split; f1_macro is of the others."
-    ]
+@pytest.mark.parametrize(
+    ("task", "truth", "predicted", "threshold", "expected"),
+    [
+        (SINGLE, ["a", "b", "c"] * 20, ["b", "c", "a"] * 20, 0.5, []),
+        (MULTI, SETS, SETS[1:] + SETS[:1], 0.5, []),
+        (NUMBER, [1.0] * 30, [2.0] * 30, 0.5, []),
+        (ANSWER, ANSWERS, ANSWERS, 0.5, []),
+        (MULTI, [["a", "b", "c"]] * 40, [["a", "b", "c"]] * 40, 0.5, []),
+        (
+            MULTI,
+            SETS,
+            [["a", "b", "c"]] * 80,
+            0.0009,
+            ["Predicted in every row at the threshold 0.0009: `a`, `b`, `c`."],
+        ),
+        (MULTI, SETS, [[]] * 80, 0.5, ["Never predicted: `a`, `b`, `c`."]),
+        (SINGLE, ["a", "b", "c"] * 20, ["a"] * 60, 0.5, ["Never predicted: `b`, `c`.", "Predicted in every"]),
+        (SLOTS, [[("a", 0, 1)], [("b", 0, 1)]] * 20, [[("a", 0, 1)]] * 40, 0.5, ["Never predicted: `b`."]),
+        (ANSWER, ANSWERS, [[("answer", 0, 1)]] * 40, 0.5, ["Predicted in every row at the null offset 0"]),
+        (
+            SINGLE,
+            ["a", "b"] * 5,
+            ["b", "a"] * 5,
+            0.5,
+            ["Labelled rows: only 10,", "Fewer than 10 rows: `a`, `b`.", "Not in this split: `c`."],
+        ),
+        (SINGLE, [], [], 0.5, ["No row of this split is labelled for t."]),
+        (
+            Task("t", "single_label", tuple("abcdefgh")),
+            ["a"] * 30,
+            ["a"] * 30,
+            0.5,
+            ["Not in this split: `b`, `c`, `d`, `e`, `f` and 2 more."],
+        ),
+        (NUMBER, [1.0] * 30, [2.0] * 29 + [float("inf")], 0.5, ["Some predictions are not finite"]),
+    ],
+)
+def test_warnings_about_a_task(
+    task: Task, truth: list[Any], predicted: list[Any], threshold: float, expected: list[str]
+) -> None:
+    statistics = statistics_of(task, truth, predicted)
+    warnings = task_warnings(statistics, class_figures(statistics), DecodingThresholds(threshold), {})
+    assert len(warnings) == len(expected)
+    for warning, beginning in zip(warnings, expected, strict=True):
+        assert warning.startswith(beginning)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +91,11 @@ def test_few_rows_and_classes_that_are_missing() -> None:
         (SPANS, [[("a", 0, 1)]] * 40, [[("a", 2, 3)]] * 40, "span_f1 is not above {} (0)"),
     ],
 )
-def test_a_score_is_not_better_than_a_constant(
+def test_a_score_no_better_than_a_constant(
     task: Task, truth: list[Any], predicted: list[Any], comparison: str
 ) -> None:
     warning = f"{comparison.format('that of the best constant prediction')}."
     for given, expected in ((predicted, [warning]), (truth, [])):
         statistics = statistics_of(task, truth, given)
-        told = task_warnings(statistics, (), DecodingThresholds(), baselines({"t": statistics}))
-        assert list(told) == expected
-
-
-def test_a_prediction_that_is_not_finite() -> None:
-    assert warned(Task("t", "regression"), [1.0] * 30, [2.0] * 29 + [float("inf")]) == [
-        "Some predictions are not finite, so there is no metric."
-    ]
+        warnings = task_warnings(statistics, (), DecodingThresholds(), baselines({"t": statistics}))
+        assert list(warnings) == expected

@@ -1,4 +1,4 @@
-"""Row bounds and baselines against brute force: one row is changed to every other prediction."""
+"""Row bounds, pseudo-values and baselines, against brute force and scikit-learn."""
 
 from __future__ import annotations
 
@@ -6,37 +6,42 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.dummy import DummyClassifier
-from sklearn.metrics import f1_score
+from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.metrics import accuracy_score, f1_score, mean_absolute_error, r2_score, root_mean_squared_error
 
 from hpo.evaluation.contributions import (
+    baselines,
     constant_predictions,
     perfect_statistics,
     rare_classes,
     scored,
     shuffled_value,
 )
+from hpo.extensions import METRICS, Extension
 from hpo.tasks.example import Example
-from hpo.tasks.kind import Task, kind_of
-from hpo.training.metrics import row_statistics, score
+from hpo.tasks.kind import KINDS, Kind, Task, kind_of
+from hpo.training.metrics import RowStatistics, row_statistics, score
 
 CLASSES = ("a", "b", "c")
 
 
 def examples(task: Task, truths: list[Any]) -> list[Example]:
-    labelled = frozenset([task.name])
-    if task.kind == "token_classification":
-        return [
-            Example(str(n), "one two three four", {}, {"x": truth}, annotated=labelled)
-            for n, truth in enumerate(truths)
-        ]
-    return [
-        Example(str(n), "text", {task.name: truth}, {}, annotated=labelled) for n, truth in enumerate(truths)
-    ]
+    """Return rows of these truths; None: not labelled. Spans are {name: [(start, end), ...]}."""
+    rows = []
+    for n, truth in enumerate(truths):
+        labels = {} if truth is None or KINDS[task.kind].in_spans else {task.name: truth}
+        spans = truth if isinstance(truth, dict) else {}
+        labelled = frozenset([task.name] if truth is not None else [])
+        rows.append(Example(str(n), "one two three four", labels, spans, annotated=labelled))
+    return rows
+
+
+def statistics(task: Task, truths: list[Any], predicted: list[Any]) -> RowStatistics:
+    return row_statistics(task, predicted, examples(task, truths))
 
 
 def drawn(kind: str, num: int, seed: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Truths, predictions, and the predictions that a row may have instead."""
+    """Return truths, predictions, and the possible predictions of a row."""
     rng = np.random.default_rng(seed)
     if kind == "single_label":
         truth = rng.choice(CLASSES, num, p=[0.6, 0.3, 0.1]).tolist()
@@ -50,25 +55,18 @@ def drawn(kind: str, num: int, seed: int) -> tuple[list[Any], list[Any], list[An
         truth = [spans[k] for k in rng.integers(0, 4, num)]
         given = [t if rng.random() < 0.8 else spans[rng.integers(0, 4)] for t in truth]
         named = [[("x", *span) for span in spans_] for spans_ in given]
-        return truth, named, [[("x", *span) for span in one] for one in spans]
+        return [{"x": one} for one in truth], named, [[("x", *span) for span in one] for one in spans]
     truth = rng.normal(0, 1, num).tolist()
     return truth, [t + rng.normal(0, 0.3) for t in truth], [min(truth), max(truth), 0.0]
 
 
-CASES = [
-    ("single_label", "accuracy"),
-    ("single_label", "f1_micro"),
-    ("single_label", "f1_macro"),
-    ("multi_label", "f1_macro"),
-    ("multi_label", "f1_micro"),
-    ("multi_label", "exact_match"),
-    ("token_classification", "span_f1"),
-    ("token_classification", "span_overlap_f1"),
-    ("token_classification", "f1_macro"),
-    ("regression", "r2"),
-    ("regression", "mae"),
-    ("regression", "rmse"),
-]
+METRICS_OF = {
+    "single_label": ("accuracy", "f1_micro", "f1_macro"),
+    "multi_label": ("f1_macro", "f1_micro", "exact_match"),
+    "token_classification": ("span_f1", "span_overlap_f1", "f1_macro"),
+    "regression": ("r2", "mae", "rmse"),
+}
+CASES = [(kind, metric) for kind, metrics in METRICS_OF.items() for metric in metrics]
 
 
 def task_of(kind: str, metric: str) -> Task:
@@ -77,14 +75,12 @@ def task_of(kind: str, metric: str) -> Task:
 
 
 @pytest.mark.parametrize(("kind", "metric"), CASES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_no_row_changes_a_metric_by_more_than_its_bound(kind: str, metric: str, seed: int) -> None:
+def test_no_row_changes_a_metric_by_more_than_its_bound(kind: str, metric: str) -> None:
     task = task_of(kind, metric)
-    truths, predicted, others = drawn(kind, 60, seed)
+    truths, predicted, others = drawn(kind, 60, 1)
     rows = examples(task, truths)
     found = row_statistics(task, predicted, rows)
-    kind_ = kind_of(task)
-    bound = kind_.row_bound(metric, found.counts_NC, kind_.bounded(found.values_N))
+    bound = kind_of(task).row_bound(metric, found.counts_NC, kind_of(task).bounded(found.values_N))
     whole = score(task, predicted, rows)[metric]
     changes = [
         abs(score(task, [*predicted[:n], other, *predicted[n + 1 :]], rows)[metric] - whole)
@@ -96,7 +92,7 @@ def test_no_row_changes_a_metric_by_more_than_its_bound(kind: str, metric: str, 
 
 
 @pytest.mark.parametrize(("kind", "metric"), CASES)
-def test_the_contributions_have_the_mean_of_the_score(kind: str, metric: str) -> None:
+def test_contributions_have_the_mean_of_the_score(kind: str, metric: str) -> None:
     task = task_of(kind, metric)
     truths, predicted, _ = drawn(kind, 60, 0)
     rows = examples(task, truths)
@@ -106,15 +102,30 @@ def test_the_contributions_have_the_mean_of_the_score(kind: str, metric: str) ->
     assert found.value == pytest.approx(factor * score(task, predicted, rows)[metric])
     assert found.rows_N.mean() == pytest.approx(found.value)
     if metric in ("accuracy", "exact_match"):
-        assert {round(value, 6) for value in found.rows_N} <= {0.0, 100.0}
+        assert {round(value, 6) for value in found.rows_N} == {0.0, 100.0}
+
+
+def test_pseudo_values_are_those_of_the_jackknife() -> None:
+    task = task_of("single_label", "f1_macro")
+    truths, predicted, _ = drawn("single_label", 40, 2)
+    found = scored({"t": statistics(task, truths, predicted)}, "t/f1_macro")
+    assert found is not None
+    whole = found.value
+    without = [
+        100
+        * score(task, [*predicted[:n], *predicted[n + 1 :]], examples(task, truths[:n] + truths[n + 1 :]))[
+            "f1_macro"
+        ]
+        for n in range(40)
+    ]
+    pseudo = np.array([40 * whole - 39 * value for value in without])
+    assert found.rows_N == pytest.approx(pseudo - pseudo.mean() + whole)
+    assert found.standard_error == pytest.approx(pseudo.std(ddof=1) / 40**0.5)
 
 
 def test_a_task_with_few_labelled_rows_has_a_large_bound_in_the_score() -> None:
     """Of 1,000 rows, 50 are labelled for the first task: each weighs 20 times as much there."""
-    tasks = [
-        Task(name, "single_label", CASES_, primary="accuracy")
-        for name, CASES_ in (("t", CLASSES), ("u", CLASSES))
-    ]
+    tasks = [Task(name, "single_label", CLASSES, primary="accuracy") for name in "tu"]
     labels = [{"u": "a", "t": "b"} if n < 50 else {"u": "a"} for n in range(1000)]
     rows = [Example(str(n), "text", one, {}, annotated=frozenset(one)) for n, one in enumerate(labels)]
     found = scored(perfect_statistics(tasks, rows), "score")
@@ -125,48 +136,82 @@ def test_a_task_with_few_labelled_rows_has_a_large_bound_in_the_score() -> None:
 
 def test_errors_beyond_the_range_of_the_labels_count_as_that_range() -> None:
     task = Task("t", "regression", primary="mae")
-    rows = examples(task, [0.0, 1.0, 2.0, 4.0])
-    far = scored({"t": row_statistics(task, [0.0, 1.0, 2.0, 1e9], rows)}, "t/mae")
+    far = scored({"t": statistics(task, [0.0, 1.0, 2.0, 4.0], [0.0, 1.0, 2.0, 1e9])}, "t/mae")
     assert far is not None
     assert far.value == pytest.approx(-1.0)
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "f1_macro"])
-def test_the_baseline_of_classes_is_that_of_a_dummy_classifier(metric: str) -> None:
-    task = task_of("single_label", metric)
-    truths, predicted, _ = drawn("single_label", 100, 3)
-    found = constant_predictions(
-        {"t": row_statistics(task, predicted, examples(task, truths))}, f"t/{metric}"
-    )
-    assert found is not None
-    dummy = DummyClassifier(strategy="most_frequent").fit(np.zeros((100, 1)), truths)
-    constant = dummy.predict(np.zeros((100, 1)))
-    expected = (
-        np.mean(constant == truths) if metric == "accuracy" else f1_score(truths, constant, average="macro")
-    )
-    assert found["t"].scores()[metric] == pytest.approx(expected)
+# Baselines
 
 
-@pytest.mark.parametrize("metric", ["f1_macro", "f1_micro", "exact_match"])
+@pytest.mark.parametrize("seed", range(2))
+def test_baseline_of_single_label_is_the_most_frequent_class(seed: int) -> None:
+    truth = [*drawn("single_label", 50, seed)[0], None, None]
+    found = baselines({"t": statistics(Task("t", "single_label", CLASSES), truth, ["a"] * 52)})
+    dummy = DummyClassifier(strategy="most_frequent").fit(truth[:50], truth[:50]).predict(truth[:50])
+    macro = f1_score(truth[:50], dummy, average="macro", zero_division=0)
+    accuracy = accuracy_score(truth[:50], dummy)
+    expected = {"t/f1_macro": macro, "t/f1_micro": accuracy, "t/accuracy": accuracy, "score": macro}
+    assert found == pytest.approx(expected)
+
+
+def test_baseline_of_a_regression_is_the_mean_or_median() -> None:
+    truth = np.random.default_rng(0).gamma(2, size=41)
+    found = baselines({"t": statistics(Task("t", "regression", primary="rmse"), [*truth, None], [0.0] * 42)})
+    mean, median = (DummyRegressor(strategy=of).fit(truth, truth).predict(truth) for of in ("mean", "median"))
+    rmse = root_mean_squared_error(truth, mean)
+    expected = {"t/r2": r2_score(truth, mean), "t/mae": mean_absolute_error(truth, median), "t/rmse": rmse}
+    assert found == pytest.approx(expected | {"score": rmse}, abs=1e-12)
+
+
+@pytest.mark.parametrize("metric", METRICS_OF["multi_label"])
 def test_no_constant_list_of_classes_beats_the_baseline(metric: str) -> None:
     task = task_of("multi_label", metric)
     truths, predicted, lists = drawn("multi_label", 100, 3)
     rows = examples(task, truths)
-    found = constant_predictions({"t": row_statistics(task, predicted, rows)}, f"t/{metric}")
-    assert found is not None
+    found = baselines({"t": row_statistics(task, predicted, rows)})
     best = max(score(task, [one] * 100, rows)[metric] for one in lists)
-    assert found["t"].scores()[metric] == pytest.approx(best)
+    assert found[f"t/{metric}"] == pytest.approx(best)
 
 
-@pytest.mark.parametrize(("metric", "center"), [("mae", np.median), ("rmse", np.mean), ("r2", np.mean)])
-def test_the_baseline_of_numbers_is_their_center(metric: str, center: Any) -> None:
-    task = task_of("regression", metric)
-    truths = np.random.default_rng(0).exponential(1, 99).tolist()
-    rows = examples(task, truths)
-    found = constant_predictions(perfect_statistics([task], rows), f"t/{metric}")
-    assert found is not None
-    expected = score(task, [float(center(truths))] * 99, rows)[metric]
-    assert found["t"].scores()[metric] == pytest.approx(expected, abs=1e-9)
+def test_baseline_of_rows_without_a_class_is_perfect() -> None:
+    found = baselines({"t": statistics(Task("t", "multi_label", CLASSES), [[]] * 9, [["a"]] * 9)})
+    assert set(found.values()) == {1.0}
+
+
+def test_baseline_of_spans_is_no_span() -> None:
+    answers: list[Any] = [{"answer": [(0, 3)]}] * 3 + [{}]
+    found = baselines({"t": statistics(Task("t", "span_extraction", ("answer",)), answers, [[]] * 4)})
+    assert found == {"t/span_f1": 0, "t/span_overlap_f1": 0.25, "t/exact_match": 0.25, "score": 0}
+    places = [{"a": [(0, 3)], "b": [(4, 8)]}, {}]
+    for kind in ("token_classification", "span_per_label"):
+        found = baselines({"t": statistics(Task("t", kind, CLASSES), places, [[], []])})
+        assert found == {"t/span_f1": 0, "t/span_overlap_f1": 0, "t/f1_macro": 0, "score": 0}
+
+
+def test_score_is_the_mean_over_tasks_with_labelled_rows() -> None:
+    truth = drawn("single_label", 60, 0)[0]
+    tone = statistics(Task("tone", "single_label", CLASSES, primary="accuracy"), truth, ["a"] * 60)
+    stars = statistics(Task("stars", "regression"), [1.0, 2.0, 4.0] * 20, [0.0] * 60)
+    empty = statistics(Task("empty", "single_label", CLASSES), [None] * 60, ["a"] * 60)
+    found = baselines({"tone": tone, "stars": stars, "empty": empty})
+    assert found["score"] == pytest.approx(found["tone/accuracy"] / 2)
+    assert not any(name.startswith("empty/") for name in found)
+    assert baselines({"empty": empty}) == {}
+
+
+def test_kinds_and_metrics_of_own_code_have_no_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Extension(lambda truths, predictions: float(truths == predictions), kinds=("single_label",))
+    monkeypatch.setitem(METRICS, "own", own)
+    tone = statistics(Task("tone", "single_label", CLASSES), ["a", "b", "b"], ["a", "a", "b"])
+    known = {"tone/f1_macro", "tone/f1_micro", "tone/accuracy"}
+    assert set(baselines({"tone": tone})) == known | {"score"}
+    constant = constant_predictions({"tone": tone}, "tone/accuracy")
+    assert constant is not None
+    assert constant["tone"].scores()["accuracy"] == pytest.approx(2 / 3)
+    monkeypatch.setattr(KINDS["regression"], "constant_rows", Kind.constant_rows)
+    stars = statistics(Task("stars", "regression"), [1.0, 2.0, 3.0], [0.0] * 3)
+    assert set(baselines({"tone": tone, "stars": stars})) == known
 
 
 def test_predictions_in_random_order_have_the_expected_score() -> None:
@@ -176,12 +221,13 @@ def test_predictions_in_random_order_have_the_expected_score() -> None:
     shuffled = [score(task, rng.permutation(predicted).tolist(), rows)["f1_macro"] for _ in range(50)]
     expected = shuffled_value({"t": row_statistics(task, predicted, rows)}, "t/f1_macro")
     assert expected == pytest.approx(100 * np.mean(shuffled), abs=1.5)
+    number = statistics(Task("t", "regression"), [1.0, 2.0], [1.0, 2.0])
+    assert shuffled_value({"t": number}, "t/r2") == -np.inf
 
 
 def test_rare_classes_are_those_with_an_unknown_loss() -> None:
     task = Task("t", "single_label", CLASSES, primary="f1_macro")
-    rows = examples(task, ["a"] * 600 + ["b"] * 395 + ["c"] * 5)
-    found = perfect_statistics([task], rows)
+    found = perfect_statistics([task], examples(task, ["a"] * 600 + ["b"] * 395 + ["c"] * 5))
     assert rare_classes(found, "t/f1_macro", 0.5) == {"c": 5}
     assert rare_classes(found, "t/f1_macro", 40.0) == {}
     assert rare_classes(found, "t/accuracy", 0.5) == {}

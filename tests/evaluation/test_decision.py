@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import beta, binomtest
+from scipy.stats import beta, binomtest, ttest_1samp
 
 from hpo.evaluation.decision import (
     ALPHA,
@@ -17,11 +17,12 @@ from hpo.evaluation.decision import (
     half_width,
     interval,
     mean_bound,
+    mean_interval,
     rows_needed,
 )
 
 
-def test_the_confidence_sequence_has_the_means_with_the_odds_of_its_level() -> None:
+def test_confidence_sequence_ends_at_the_odds_of_its_level() -> None:
     values = np.random.default_rng(0).normal(0, 1, 9)
     num, width = len(values), half_width(values)
     t2 = (width / (values.std(ddof=1) / math.sqrt(num))) ** 2
@@ -31,16 +32,16 @@ def test_the_confidence_sequence_has_the_means_with_the_odds_of_its_level() -> N
 
 
 @pytest.mark.parametrize("num", [1, 2, 3])
-def test_few_runs_leave_any_mean(num: int) -> None:
+def test_few_runs_exclude_no_mean(num: int) -> None:
     assert half_width(np.arange(num, dtype=float)) == math.inf
 
 
-def test_runs_that_agree_differ_by_less_than_a_step() -> None:
+def test_equal_runs_may_differ_by_less_than_a_step() -> None:
     assert half_width(np.zeros(8)) == 0
     assert 0 < half_width(np.zeros(8), step=0.5) < 0.5
 
 
-def test_rows_and_runs_add_up() -> None:
+def test_variances_of_rows_and_runs_add_up() -> None:
     rng = np.random.default_rng(1)
     runs, rows = rng.normal(0, 1, 12), rng.normal(0, 3, 400)
     low, high = interval(runs, rows)
@@ -50,7 +51,7 @@ def test_rows_and_runs_add_up() -> None:
 
 
 @pytest.mark.parametrize(("num_lost", "num_rows"), [(0, 50), (0, 1000), (1, 1000), (3, 1000), (40, 400)])
-def test_the_bound_of_equal_losses_is_exact(num_lost: int, num_rows: int) -> None:
+def test_bound_of_equal_losses_is_exact(num_lost: int, num_rows: int) -> None:
     """Clopper and Pearson, by scipy."""
     rows = np.zeros(num_rows)
     rows[:num_lost] = -1
@@ -58,14 +59,14 @@ def test_the_bound_of_equal_losses_is_exact(num_lost: int, num_rows: int) -> Non
     assert -mean_bound(rows, 1.0) == pytest.approx(exact, rel=0.01)
 
 
-def test_the_bound_of_many_rows_is_that_of_a_gaussian_mean() -> None:
+def test_bound_of_many_rows_is_gaussian() -> None:
     rows = np.random.default_rng(2).normal(5, 1, 20_000)
     expected = rows.mean() - 1.96 * rows.std() / math.sqrt(len(rows))
     assert mean_bound(rows, 1.0) == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("share", [0.002, 0.02])
-def test_the_bound_holds_for_skewed_losses(share: float) -> None:
+def test_bound_holds_for_skewed_losses(share: float) -> None:
     """Exponential losses in few rows: the bound lies above the true mean in at most 2.5 % of samples."""
     rng, num_samples, mean = np.random.default_rng(3), 400, -0.3 * share
     above = 0
@@ -76,14 +77,14 @@ def test_the_bound_holds_for_skewed_losses(share: float) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "bound"), [(40, 100.0), (1000, 100.0), (1000, 2000.0)])
-def test_the_loss_that_rows_exclude_is_that_of_rows_that_agree(num_rows: int, bound: float) -> None:
+def test_excludable_loss_is_the_bound_of_equal_rows(num_rows: int, bound: float) -> None:
     least = excludable_loss(bound, num_rows)
     assert -mean_bound(np.zeros(num_rows), bound) == pytest.approx(least, rel=0.01)
     assert (1 - least / bound) ** num_rows == pytest.approx(ALPHA)
     assert rows_needed(bound, least * 1.00001) == num_rows
 
 
-def test_a_loss_in_rows_that_the_split_may_lack_is_not_as_good() -> None:
+def test_few_equal_rows_are_not_as_good() -> None:
     """All runs and rows agree, but 300 rows are too few for a margin of half a point."""
     few = decide(np.zeros(50), np.zeros(300), 0.5, row_bound=100.0, step=100 / 300)
     assert (few.verdict, few.low < -0.5 < 0.5 < few.high) == ("not_shown", True)
@@ -101,8 +102,54 @@ def test_a_row_beyond_the_bound_sets_the_bound() -> None:
 
 
 @pytest.mark.parametrize(("num", "share"), [(3, 0.632), (12, 0.221), (59, 0.0495)])
-def test_the_share_of_possible_collapses_is_exact(num: int, share: float) -> None:
+def test_share_of_possible_collapses_is_exact(num: int, share: float) -> None:
     assert collapse_share(num) == pytest.approx(share, abs=0.001)
     assert (1 - collapse_share(num)) ** num == pytest.approx(0.05)
     assert collapse_share(num, 1) > collapse_share(num)
     assert collapse_share(num, num) == 1
+
+
+# The interval of a mean
+
+
+def test_interval_of_few_runs_is_students() -> None:
+    """Many equal rows add almost nothing."""
+    runs = np.array([80.0, 81.0, 83.5])
+    expected = ttest_1samp(runs, 0.0).confidence_interval(0.95)
+    found = mean_interval(runs, np.full(100_000, runs.mean()), row_bound=1.0)
+    assert found == pytest.approx((runs.mean(), expected.low, expected.high), abs=1e-3)
+
+
+def test_mean_interval_adds_runs_and_rows_as_squares() -> None:
+    rng = np.random.default_rng(1)
+    runs, rows = np.array([79.0, 80.0, 81.0]), rng.normal(0, 3, 400)
+    rows += 80.0 - rows.mean()
+    mean, low, high = mean_interval(runs, rows, row_bound=0.0)
+    width = math.hypot(4.302653 * 1.0 / math.sqrt(3), 1.96 * rows.std(ddof=1) / 20)
+    assert (mean, high - mean, mean - low) == pytest.approx((80.0, width, width))
+
+
+@pytest.mark.parametrize("num_rows", [40, 1000])
+def test_mean_interval_of_equal_rows_reaches_the_exact_bounds(num_rows: int) -> None:
+    """Clopper and Pearson: this share of new rows may be of a kind that the sample lacks."""
+    share = beta.ppf(0.975, 1, num_rows)
+    mean, low, high = mean_interval(np.full(3, 60.0), np.full(num_rows, 60.0), row_bound=100.0)
+    assert (mean - low, high - mean) == pytest.approx((100 * share, 100 * share), rel=0.01)
+
+
+@pytest.mark.parametrize(("runs", "bound"), [([1.0, 2.0, 3.0], math.inf), ([2.0], 1.0)])
+def test_mean_interval_is_unknown_for_one_run_or_an_unknown_bound(runs: list[float], bound: float) -> None:
+    found = mean_interval(np.array(runs), np.full(50, 2.0), row_bound=bound)
+    assert found == (2.0, -math.inf, math.inf)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_mean_interval_misses_the_mean_in_at_most_5_of_100_studies(share: float) -> None:
+    """New runs change the error of a row. Few errors are far from a Gaussian."""
+    rng, num_studies, missed = np.random.default_rng(5), 400, 0
+    for _ in range(num_studies):
+        rows_RN = 100.0 * (rng.random((3, 300)) > share)
+        rows_RN += rng.normal(0, 1, (3, 1))
+        _, low, high = mean_interval(rows_RN.mean(axis=1), rows_RN.mean(axis=0), row_bound=100.0)
+        missed += not low <= 100 * (1 - share) <= high
+    assert binomtest(missed, num_studies, 0.05, alternative="greater").pvalue > 0.001

@@ -1,6 +1,9 @@
+"""Detailed evaluations: metrics, classes, worst rows and the stored record."""
+
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,19 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from support import every_kind
+from support.detailed_documents import every_kind as stored_document
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.examples import RowChecker
 from hpo.data.tasks import parse_tasks
+from hpo.errors import DataError
 from hpo.evaluation.contributions import baselines
-from hpo.evaluation.detailed import evaluate_predictions, predict_split
-from hpo.evaluation.record import DetailedEvaluation
+from hpo.evaluation.detailed import class_figures, confusion, evaluate_predictions, predict_split
+from hpo.evaluation.mistakes import MAX_CHARACTERS, worst_mistakes
+from hpo.evaluation.record import VERSION, DetailedEvaluation, read_document
 from hpo.tasks.example import Example
+from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
 from hpo.training.decoding import decode_tasks
-from hpo.training.metrics import primary_mean, score
+from hpo.training.metrics import RowStatistics, primary_mean, row_statistics, score
 
 EVIDENCE = {**every_kind.TASKS["evidence"], "span_names": every_kind.TASKS["tags"]["classes"]}
 TASKS = parse_tasks({**every_kind.TASKS, "evidence": EVIDENCE}, "tasks.json")
@@ -32,7 +40,7 @@ DECISIONS = {
 
 
 def rows_of(count: int, missing: Mapping[int, frozenset[str]] | None = None) -> list[Example]:
-    """Rows of every kind; `missing` are tasks that a row is not annotated for."""
+    """Return rows of every kind; `missing` has the unlabelled tasks of a row."""
     checker, rng = RowChecker(TASKS, None, {}), random.Random(0)
     rows = []
     for number in range(count):
@@ -46,23 +54,17 @@ def split_of(examples: Sequence[Example]) -> TokenizedSplit:
     return tokenize_split(examples, TASKS, tiny_tokenizer("wordpiece"), Windowing(24, "window", 6))
 
 
-def random_logits(split: TokenizedSplit, seed: int = 0) -> dict[str, Any]:
-    rng = np.random.default_rng(seed)
+def random_logits(split: TokenizedSplit) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
     rows = {"sequence": split.num_windows, "token": split.num_tokens}
     shapes = {task.name: (rows[task.level], task.num_outputs) for task in TASKS}
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def as_text(evaluation: DetailedEvaluation) -> str:
-    return json.dumps(evaluation.as_json(), allow_nan=False)
-
-
 @pytest.fixture(scope="module")
 def split() -> TokenizedSplit:
     missing = {3: frozenset({"topic", "evidence"}), 5: frozenset({"name", "urgency", "tags"})}
-    found = split_of(rows_of(60, missing))
-    assert found.num_windows > 60
-    return found
+    return split_of(rows_of(60, missing))
 
 
 @pytest.fixture(scope="module")
@@ -71,80 +73,226 @@ def evaluation(split: TokenizedSplit) -> DetailedEvaluation:
     return evaluate_predictions(predicted, split_name="test", num_resamples=200)
 
 
-def test_the_metrics_are_those_of_score(split: TokenizedSplit, evaluation: DetailedEvaluation) -> None:
+def test_metrics_are_those_of_score(split: TokenizedSplit, evaluation: DetailedEvaluation) -> None:
     given = {task.name: DECISIONS.get(task.name, DecodingThresholds()) for task in TASKS}
     predictions, _ = decode_tasks(TASKS, random_logits(split), split, given)
     expected = {task.name: score(task, predictions[task.name], split.examples) for task in TASKS}
     found = {
-        name: {metric: one.value for metric, one in of.metrics.items()}
-        for name, of in evaluation.tasks.items()
+        name: {metric: one.value for metric, one in task.metrics.items()}
+        for name, task in evaluation.tasks.items()
     }
     assert found == expected
     assert evaluation.score is not None
     assert evaluation.score.value == primary_mean(TASKS, expected)
     assert evaluation.score.low < evaluation.score.value < evaluation.score.high
-    predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
-    assert evaluation.baseline == baselines(predicted.statistics)
-    assert set(evaluation.baseline) == {
-        "score",
-        *(f"{name}/{metric}" for name, of in expected.items() for metric in of),
-    }
+    predicted = predict_split(TASKS, random_logits(split), split, {})
+    assert predicted.decisions == {task.name: DecodingThresholds() for task in TASKS}
+    assert evaluation.baseline.keys() == baselines(predicted.statistics).keys()
     assert (evaluation.split, evaluation.decided_on) == ("test", "validation")
     assert (evaluation.num_examples, evaluation.num_resamples, evaluation.level) == (60, 200, 0.95)
 
 
-def test_each_kind_has_what_it_can_have(evaluation: DetailedEvaluation) -> None:
+def test_each_kind_has_its_own_parts(evaluation: DetailedEvaluation) -> None:
+    tasks = evaluation.tasks
     for task in TASKS:
-        found = evaluation.tasks[task.name]
+        found = tasks[task.name]
         assert found.kind == task.kind
         assert tuple(one.name for one in found.classes) == task.labels
-        is_label = task.kind in ("single_label", "multi_label")
-        assert (found.confusion is not None) == is_label
-        assert found.worst
-        assert [one.loss for one in found.worst] == sorted((one.loss for one in found.worst), reverse=True)
-        assert len(found.worst) <= 20
-    thresholds = {name: found.threshold for name, found in evaluation.tasks.items()}
-    assert {name: one for name, one in thresholds.items() if one is not None} == {
-        "tags": 0.41,
-        "evidence": 0.6,
-    }
-    tasks = evaluation.tasks
+        assert (found.confusion is not None) == (task.kind in ("single_label", "multi_label"))
+        losses = [one.loss for one in found.worst]
+        assert losses == sorted(losses, reverse=True)
+        assert 0 < len(losses) <= 20
+    thresholds = {name: found.threshold for name, found in tasks.items() if found.threshold is not None}
+    assert thresholds == {"tags": 0.41, "evidence": 0.6}
     assert [tasks[name].num_rows for name in ("topic", "tags", "urgency", "reason")] == [59, 59, 59, 60]
     rows = {one.id: one for one in rows_of(60)}
     for name in ("reason", "places", "evidence", "name"):
         for mistake in tasks[name].worst:
-            for label, start, end in mistake.truth:
-                assert (start, end) in rows[mistake.id].spans[label]
+            assert all((start, end) in rows[mistake.id].spans[label] for label, start, end in mistake.truth)
             assert all(mistake.text[start:end].strip() for _, start, end in mistake.predicted)
 
 
-def test_the_record_survives_json(evaluation: DetailedEvaluation) -> None:
-    content = json.loads(as_text(evaluation))
+def test_record_survives_json(evaluation: DetailedEvaluation) -> None:
+    content = json.loads(json.dumps(evaluation.as_json(), allow_nan=False))
     assert DetailedEvaluation.from_json(content) == evaluation
-    assert DetailedEvaluation.from_json(content).as_json() == content
     earlier = {**content, "tasks": {name: {**of, "calibration": {}} for name, of in content["tasks"].items()}}
-    assert DetailedEvaluation.from_json(earlier) == evaluation, "a part that was removed is left out"
+    assert DetailedEvaluation.from_json(earlier) == evaluation, "a removed part is ignored"
     keys = "kind num_rows metrics threshold decisions classes confusion worst warnings"
     assert list(content["tasks"]["topic"]) == keys.split()
-    assert set(content["tasks"]["tags"]["confusion"]) == {"labels", "counts"}
-    assert content["tasks"]["name"]["decisions"] == {"threshold": 0.5, "null_offset": 0.5, "merge_gap": 0}
     assert content["tasks"]["evidence"]["decisions"]["merge_gap"] == 2
 
 
-def test_nothing_is_decided_on_the_split_itself(split: TokenizedSplit) -> None:
-    predicted = predict_split(TASKS, random_logits(split), split, {})
-    assert predicted.decisions == {task.name: DecodingThresholds() for task in TASKS}
-
-
-def test_one_row_and_no_annotated_row() -> None:
+def test_one_row_and_no_labelled_row() -> None:
     everything = frozenset(task.name for task in TASKS)
     for rows in (rows_of(1), rows_of(2, {0: everything, 1: everything})):
         split = split_of(rows)
         predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
         found = evaluate_predictions(predicted, split_name="test", num_resamples=20)
-        assert DetailedEvaluation.from_json(json.loads(as_text(found))) == found
-        assert all(of.warnings for of in found.tasks.values())
+        assert DetailedEvaluation.from_json(json.loads(json.dumps(found.as_json(), allow_nan=False))) == found
+        assert all(task.warnings for task in found.tasks.values())
     assert found.score is None
-    for of in found.tasks.values():
-        assert (of.num_rows, of.metrics, of.classes, of.worst) == (0, {}, (), ())
-        assert of.confusion is None
+    for task in found.tasks.values():
+        assert (task.num_rows, task.metrics, task.classes, task.worst) == (0, {}, (), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": None}, f"must have the version {VERSION}, but got None."),
+        ({"version": 99}, f"must have the version {VERSION}, but got 99."),
+        ({"tasks": None}, "this is no whole detailed evaluation: tasks: Input should be"),
+        ({"num_examples": "many"}, "num_examples: Input should be a valid integer"),
+    ],
+)
+def test_incomplete_records_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        read_document(stored_document() | changes)
+    assert "\n" not in str(error.value)
+
+
+# Classes
+
+
+def labelled(values: Sequence[Any]) -> list[Example]:
+    return [Example("", "x", {"t": value}, {}, annotated=frozenset("t")) for value in values]
+
+
+def check_classes(statistics: RowStatistics, truth: Any, predicted: Any, labels: Any) -> None:
+    reference = precision_recall_fscore_support(
+        truth, predicted, labels=labels, average=None, zero_division=0
+    )
+    found = class_figures(statistics)
+    assert [one.name for one in found] == list(statistics.task.labels)
+    for one, precision, recall, f1, support in zip(found, *reference, strict=True):
+        assert one.support == support
+        found_figures = (one.precision, one.recall, one.f1)
+        if one.support + one.num_predicted:
+            assert found_figures == pytest.approx((precision, recall, f1), rel=1e-12)
+        else:
+            assert found_figures == (None, None, None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_figures_of_classes_are_scikit_learns(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    labels = ("a", "b", "c", "d", "e")[: rng.integers(2, 6)]
+    # Some classes are never true, others never predicted.
+    truth = rng.choice(labels[: rng.integers(1, 6)], rng.integers(1, 40)).tolist()
+    predicted = rng.choice(labels[-int(rng.integers(1, 6)) :], len(truth)).tolist()
+    statistics = row_statistics(Task("t", "single_label", labels), predicted, labelled(truth))
+    check_classes(statistics, truth, predicted, labels)
+    found = confusion(statistics)
+    assert found is not None
+    matrix = confusion_matrix(truth, predicted, labels=labels)
+    assert found.labels == labels
+    assert list(found.counts) == [(*map(int, pair), int(matrix[tuple(pair)])) for pair in np.argwhere(matrix)]
+
+    truth_NC, predicted_NC = (rng.random((30, len(labels))) < rng.random(len(labels)) ** 2 for _ in range(2))
+    lists = [[[labels[c] for c in np.flatnonzero(row)] for row in side] for side in (truth_NC, predicted_NC)]
+    statistics = row_statistics(Task("t", "multi_label", labels), lists[1], labelled(lists[0]))
+    check_classes(statistics, truth_NC, predicted_NC, range(len(labels)))
+    found = confusion(statistics)
+    assert found is not None
+    together = truth_NC.T.astype(int) @ predicted_NC
+    assert {(t, p): n for t, p, n in found.counts} == {
+        (t, p): n for (t, p), n in np.ndenumerate(together) if n
+    }
+
+
+def test_accepted_answers_count_as_right() -> None:
+    accepted = {"alt_spans": {"answer": [(0, 3), (4, 7)]}, "annotated": frozenset("t")}
+    row = Example("", "one two three", {}, {"answer": [(0, 3)]}, **accepted)
+    none = Example("", "one two", {}, {}, annotated=frozenset("t"))
+    found = [[("answer", 4, 7)], [("answer", 0, 3)], [("answer", 8, 13)], []]
+    statistics = row_statistics(ANSWER, found, [row, none, row, none])
+    (figures,) = class_figures(statistics)
+    assert (figures.precision, figures.recall, figures.f1) == pytest.approx((1 / 3, 1 / 2, 2 / 5))
+    assert (figures.support, figures.num_predicted) == (2, 3)
+    assert [one.predicted for one in worst_mistakes(ANSWER, found, [row, none, row, none], None)] == [
+        [["answer", 8, 13]],
+        [["answer", 0, 3]],
+    ]
+
+
+# Worst rows
+
+LABELS = ("a", "b", "c")
+SLOTS = Task("t", "token_classification", LABELS)
+ANSWER = Task("t", "span_extraction", ("answer",))
+
+
+def example(row_id: str, truth: Any = None, text: str = "a text", **fields: Any) -> Example:
+    return Example(row_id, text, {"t": truth}, fields.pop("spans", {}), annotated=frozenset("t"), **fields)
+
+
+def test_worst_single_labels_have_the_least_likely_truth() -> None:
+    p_NC = np.array([[0.6, 0.3, 0.1], [0.6, 0.1, 0.3], [0.9, 0.1, 0.0], [0.5, 0.0, 0.5], [0.6, 0.3, 0.1]])
+    rows = [example(str(i), truth) for i, truth in enumerate("bbabb")]
+    found = worst_mistakes(Task("t", "single_label", LABELS), ["a"] * 5, rows, p_NC)
+    assert [(one.id, one.truth, one.predicted) for one in found] == [(row, "b", "a") for row in "3104"]
+    assert [one.loss for one in found[1:]] == pytest.approx([-math.log(p) for p in (0.1, 0.3, 0.3)])
+    assert math.isfinite(found[0].loss)
+
+
+def test_loss_of_a_list_is_the_sum_of_cross_entropies() -> None:
+    p_NC = np.array([[0.9, 0.2, 0.4], [0.9, 0.8, 0.1], [1.0, 0.0, 0.0]])
+    rows = [example("0", ["c", "a"]), example("1", ["b"]), example("2", ["a"])]
+    found = worst_mistakes(Task("t", "multi_label", LABELS), [["a"], ["a", "b"], ["a"]], rows, p_NC)
+    assert [(one.id, one.truth, one.predicted) for one in found] == [
+        ("1", ["b"], ["a", "b"]),
+        ("0", ["a", "c"], ["a"]),
+    ]
+    losses = [-math.log(0.1 * 0.8 * 0.9), -math.log(0.9 * 0.8 * 0.4)]
+    assert [one.loss for one in found] == pytest.approx(losses)
+
+
+def test_losses_of_large_splits_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    p_NC, (truth, predicted) = rng.dirichlet([1.0] * 3, 50), rng.choice(LABELS, (2, 50)).tolist()
+    rows, task = [example(str(i), one) for i, one in enumerate(truth)], Task("t", "single_label", LABELS)
+    whole = worst_mistakes(task, predicted, rows, p_NC)
+    monkeypatch.setattr("hpo.tasks.labels._AT_ONCE", 4 * 3)
+    assert worst_mistakes(task, predicted, rows, p_NC) == whole
+    assert len(whole) == 20
+
+
+def test_worst_numbers_and_spans() -> None:
+    rows = [example(str(i), float(i)) for i in range(4)]
+    found = worst_mistakes(Task("t", "regression"), [0.0, 3.0, 1.0, float("nan")], rows, None)
+    assert [(one.id, one.truth, one.predicted, one.loss) for one in found] == [
+        ("1", 1.0, 3.0, 2.0),
+        ("2", 2.0, 1.0, 1.0),
+    ]
+    spans = [{"a": [(0, 1)]}, {"a": [(0, 1)], "b": [(2, 6)]}, {}]
+    rows = [example(str(i), spans=one) for i, one in enumerate(spans)]
+    predicted = [[("a", 0, 1)], [("c", 2, 6), ("a", 0, 1)], [("a", 2, 4)]]
+    found = worst_mistakes(SLOTS, predicted, rows, None)
+    assert [(one.id, one.loss) for one in found] == [("1", 2.0), ("2", 1.0)]
+    assert found[0].truth == [["a", 0, 1], ["b", 2, 6]]
+    assert found[0].predicted == [["a", 0, 1], ["c", 2, 6]]
+
+
+def test_excerpt_of_a_long_text_has_its_first_wrong_span() -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(5000))
+    rows = [example("0", text=text, spans={"a": [(10, 20), (3000, 3050), (3100, 4900)]})]
+    (one,) = worst_mistakes(SLOTS, [[("a", 10, 20), ("b", 3000, 3050), ("a", 3100, 4900)]], rows, None)
+    assert len(one.text) == MAX_CHARACTERS
+    assert text[one.text_start :].startswith(one.text)
+    (_, start, end), (_, _, cut_end) = one.truth
+    assert (start + one.text_start, end + one.text_start, cut_end) == (3000, 3050, MAX_CHARACTERS)
+    assert one.predicted[0] == ["b", start, end]
+    assert one.num_outside == 0
+    (last,) = worst_mistakes(SLOTS, [[("a", 4995, 5000)]], [example("0", text=text)], None)
+    ((_, start, end),) = last.predicted
+    assert last.text[start:end] == text[4995:]
+    (plain,) = worst_mistakes(Task("t", "regression"), [1.0], [example("0", 2.0, text)], None)
+    assert (plain.text, plain.text_start) == (text[:MAX_CHARACTERS], 0)
+
+
+def test_wrong_spans_outside_the_excerpt_are_counted() -> None:
+    rows = [example("0", text="x" * 5000, spans={"a": [(500, 510), (1250, 1400), (4000, 4001)]})]
+    (one,) = worst_mistakes(SLOTS, [[("b", 4900, 4999), ("a", 4000, 4001)]], rows, None)
+    assert (one.text_start, one.loss, one.predicted) == (300, 3.0, [])
+    # One true span is cut by the end of the excerpt, and one predicted span is wholly outside.
+    assert one.num_outside == 2
+    assert one.truth == [["a", 200, 210], ["a", 950, 1000]]

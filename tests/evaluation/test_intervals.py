@@ -27,16 +27,50 @@ SPANS = Task("t", "token_classification", ("a", "b"))
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
+def rows_of(task: Task, truths: Any) -> list[Example]:
+    """Return rows of these truths; None: not labelled. Spans are a list of (name, start, end)."""
+    rows = []
+    for truth in truths:
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for name, start, end in truth or () if KINDS[task.kind].in_spans else ():
+            spans.setdefault(name, []).append((start, end))
+        labelled = frozenset("t" if truth is not None else "")
+        rows.append(Example("", TEXT, {"t": truth} if labelled else {}, spans, annotated=labelled))
+    return rows
+
+
+def statistics(task: Task, truths: Any, predicted: Any) -> RowStatistics:
+    return row_statistics(task, list(predicted), rows_of(task, truths))
+
+
 def numbers(truth: Any, predicted: Any, missing: int = 0) -> dict[str, RowStatistics]:
-    rows = [Example("", "x", {"t": float(y)}, {}, annotated=frozenset("t")) for y in truth]
-    rows += [Example("", "x", {}, {})] * missing
-    return {"t": row_statistics(NUMBER, [*map(float, predicted), *[0.0] * missing], rows)}
+    truths = [*map(float, truth), *[None] * missing]
+    return {"t": statistics(NUMBER, truths, [*map(float, predicted), *[0.0] * missing])}
 
 
-def random_rows(kind: str, rng: np.random.Generator, count: int) -> tuple[list[Any], list[Example]]:
-    """Predictions that are right about half the time, and annotated rows."""
+def classified(truth: Any, predicted: Any, num_classes: int) -> RowStatistics:
+    task = Task("t", "single_label", tuple(f"c{c}" for c in range(num_classes)))
+    return statistics(task, [f"c{y}" for y in truth], [f"c{y}" for y in predicted])
 
-    def truth() -> Any:
+
+def ends(task: Task, metric: str, truth: Any, predicted: Any) -> Any:
+    interval = metric_intervals({"t": statistics(task, truth, predicted)}).tasks["t"][metric]
+    return interval.low, interval.high
+
+
+def width(interval: Interval) -> float:
+    assert interval.low is not None
+    assert interval.high is not None
+    return interval.high - interval.low
+
+
+# Resampling
+
+
+def random_rows(kind: str, rng: np.random.Generator, count: int) -> tuple[list[Any], list[Any]]:
+    """Return truths, some of them None, and predictions that are right about half the time."""
+
+    def drawn() -> Any:
         match kind:
             case "single_label":
                 return str(rng.choice(LABELS))
@@ -44,26 +78,18 @@ def random_rows(kind: str, rng: np.random.Generator, count: int) -> tuple[list[A
                 return [label for label in LABELS if rng.random() < 0.4]
             case "regression":
                 return float(rng.normal(5, 1))
-        starts = rng.permutation([0, 4, 10, 16])[: 1 if kind == "span_extraction" else rng.integers(0, 4)]
-        name = LABELS[0] if kind == "span_extraction" else None
-        return [(name or str(rng.choice(LABELS)), int(s), int(s) + 3) for s in starts if rng.random() < 0.8]
+        is_answer = kind == "span_extraction"
+        starts = rng.permutation([0, 4, 10, 16])[: 1 if is_answer else rng.integers(0, 4)]
+        names = [LABELS[0] if is_answer else str(rng.choice(LABELS)) for _ in starts]
+        return [(name, int(s), int(s) + 3) for name, s in zip(names, starts, strict=True)]
 
-    predictions, rows = [], []
-    for _ in range(count):
-        value = truth()
-        predictions.append(value if rng.random() < 0.5 else truth())
-        spans: dict[str, list[tuple[int, int]]] = {}
-        if isinstance(value, list) and kind != "multi_label":
-            for name, start, end in value:
-                spans.setdefault(name, []).append((start, end))
-        labels = {} if kind not in ("single_label", "multi_label", "regression") else {"t": value}
-        annotated = frozenset("t") if rng.random() < 0.8 else frozenset()
-        rows.append(Example("", TEXT, labels, spans, annotated=annotated))
-    return predictions, rows
+    truths = [drawn() for _ in range(count)]
+    predictions = [truth if rng.random() < 0.5 else drawn() for truth in truths]
+    return [truth if rng.random() < 0.8 else None for truth in truths], predictions
 
 
 def macro_of_the_whole(whole: RowStatistics, drawn: RowStatistics) -> float:
-    """The mean F1 of the classes that occur in the whole, one after another."""
+    """Return the mean F1 of the classes in the whole; a missing class keeps its F1 of the whole."""
     values = []
     for of_whole, of_drawn in zip(
         zip(*whole.class_counts(), strict=True), zip(*drawn.class_counts(), strict=True), strict=True
@@ -75,32 +101,28 @@ def macro_of_the_whole(whole: RowStatistics, drawn: RowStatistics) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weighted_score_is_that_of_the_rows_drawn(kind: str) -> None:
+def test_weighted_scores_are_those_of_the_drawn_rows(kind: str) -> None:
     task = Task("t", kind, LABELS[:1] if kind == "span_extraction" else LABELS)
     rng = np.random.default_rng(1)
-    predictions, rows = random_rows(kind, rng, 25)
+    truths, predictions = random_rows(kind, rng, 25)
+    rows = rows_of(task, truths)
     weights_BE = rng.multinomial(25, np.full(25, 1 / 25), size=40).astype(float)
-    weights_BE[0] = [float("t" not in row.annotated) for row in rows]
-    found = row_statistics(task, predictions, rows).weighted_scores(weights_BE)
+    weights_BE[0] = [float(truth is None) for truth in truths]
+    whole = row_statistics(task, predictions, rows)
+    found = whole.weighted_scores(weights_BE)
     assert set(found) == set(task.metrics)
     for b, weights_E in enumerate(weights_BE):
         drawn = np.repeat(np.arange(25), weights_E.astype(int))
         ours = row_statistics(task, [predictions[e] for e in drawn], [rows[e] for e in drawn])
         expected = ours.scores()
         if "f1_macro" in expected:
-            expected["f1_macro"] = macro_of_the_whole(row_statistics(task, predictions, rows), ours)
+            expected["f1_macro"] = macro_of_the_whole(whole, ours)
         defined = {name: values[b] for name, values in found.items() if not np.isnan(values[b])}
         assert defined == pytest.approx(expected, rel=1e-9, abs=1e-9)
         assert bool(expected) == (b > 0)
 
 
-def width(interval: Interval) -> float:
-    assert interval.low is not None
-    assert interval.high is not None
-    return interval.high - interval.low
-
-
-def test_the_interval_of_a_mean_is_scipys() -> None:
+def test_interval_of_a_mean_is_scipys() -> None:
     errors = np.random.default_rng(2).gamma(2, size=80)
     found = metric_intervals(numbers(np.zeros(80), errors), num_resamples=9999).tasks["t"]["mae"]
     theirs = bootstrap((errors,), np.mean, method="percentile", n_resamples=9999, rng=3).confidence_interval
@@ -109,17 +131,18 @@ def test_the_interval_of_a_mean_is_scipys() -> None:
 
 
 def macro_f1(truth_RN: Any, predicted_RN: Any, axis: int) -> Any:
-    """Of classes that all occur, as numbers."""
-    of_classes = []
-    for c in range(len(LABELS)):
+    """Return the mean F1 of classes 0, 1, 2, which all occur."""
+    values = []
+    for c in range(3):
         true, found = truth_RN == c, predicted_RN == c
-        of_classes.append(2 * (true & found).sum(axis) / (true.sum(axis) + found.sum(axis)))
-    return np.mean(of_classes, axis=0)
+        values.append(2 * (true & found).sum(axis) / (true.sum(axis) + found.sum(axis)))
+    return np.mean(values, axis=0)
 
 
-def test_the_interval_of_f1_is_scipys() -> None:
+def test_interval_of_macro_f1_is_scipys() -> None:
     rng = np.random.default_rng(9)
-    truth, predicted = classes_drawn(rng, np.array([0.5, 0.3, 0.2]), np.array([0.9, 0.6, 0.4]), 120)
+    truth = rng.choice(3, 120, p=[0.5, 0.3, 0.2])
+    predicted = np.where(rng.random(120) < np.array([0.9, 0.6, 0.4])[truth], truth, rng.choice(3, 120))
     found = metric_intervals({"t": classified(truth, predicted, 3)}, num_resamples=5000)
     ours = found.tasks["t"]["f1_macro"]
     given = {"paired": True, "method": "percentile", "n_resamples": 5000, "rng": 3}
@@ -128,20 +151,15 @@ def test_the_interval_of_f1_is_scipys() -> None:
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.03 * width(ours))
 
 
-def classified(truth: Any, predicted: Any, num_classes: int) -> RowStatistics:
-    task = Task("t", "single_label", tuple(f"c{c}" for c in range(num_classes)))
-    rows = [Example("", "x", {"t": f"c{y}"}, {}, annotated=frozenset("t")) for y in truth]
-    return row_statistics(task, [f"c{y}" for y in predicted], rows)
+def test_resamples_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = numbers(*np.random.default_rng(7).normal(size=(2, 50)), missing=5)
+    whole = metric_intervals(given, num_resamples=100).tasks["t"]["mae"]
+    monkeypatch.setattr(intervals, "_WEIGHTS_AT_ONCE", 55 * 7)
+    pieces = metric_intervals(given, num_resamples=100).tasks["t"]["mae"]
+    assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), rel=1e-12)
 
 
-def classes_drawn(rng: np.random.Generator, share_C: Any, right_C: Any, count: int) -> tuple[Any, Any]:
-    """Classes with these shares, and predictions right with these probabilities, else drawn by the shares."""
-    truth = rng.choice(len(share_C), count, p=share_C)
-    is_right = rng.random(count) < right_C[truth]
-    return truth, np.where(is_right, truth, rng.choice(len(share_C), count, p=share_C))
-
-
-def test_a_rare_class_that_is_missed_does_not_leave_the_mean() -> None:
+def test_rare_missed_classes_stay_in_the_mean() -> None:
     """50 classes of 20 rows that are right, and 50 of one row that are wrong."""
     truth = np.concatenate([np.repeat(np.arange(50), 20), np.arange(50, 100)])
     predicted = np.concatenate([truth[:1000], np.arange(50)])
@@ -150,7 +168,7 @@ def test_a_rare_class_that_is_missed_does_not_leave_the_mean() -> None:
     assert found.low < found.value < found.high < 0.57
 
 
-def test_an_interval_that_would_miss_its_value_is_extended_to_it() -> None:
+def test_every_interval_has_its_value() -> None:
     """300 classes of two rows, one of them right: in most resamples their mean F1 is lower."""
     truth = np.repeat(np.arange(300), 2)
     predicted = np.where(np.arange(600) % 2, np.roll(truth, 2), truth)
@@ -158,30 +176,41 @@ def test_an_interval_that_would_miss_its_value_is_extended_to_it() -> None:
     assert found.low < 0.4 < found.value == 0.5 < found.high < 0.51
 
 
-def test_the_score_is_resampled_with_all_tasks_together() -> None:
+# The score
+
+
+def test_tasks_are_resampled_together_in_the_score() -> None:
     """Two tasks with opposite errors: each moves, their mean does not."""
-    rng = np.random.default_rng(5)
-    is_right = rng.random(1000) < 0.5
-    tasks = [Task(name, "multi_label", ("a",)) for name in "uv"]
-    rows = [Example("", "x", {"u": ["a"], "v": ["a"]}, {}, annotated=frozenset("uv"))] * 1000
-    statistics = {
-        task.name: row_statistics(task, [["a"] if right else [] for right in side], rows)
-        for task, side in zip(tasks, (is_right, ~is_right), strict=True)
+    is_right = np.random.default_rng(5).random(1000) < 0.5
+    given = {
+        name: dataclasses.replace(
+            statistics(MULTI, [["a"]] * 1000, [["a"] if right else [] for right in side]),
+            task=dataclasses.replace(MULTI, name=name),
+        )
+        for name, side in zip("uv", (is_right, ~is_right), strict=True)
     }
-    found = metric_intervals(statistics)
-    means = [found.tasks[name]["f1_macro"].value for name in "uv"]
+    found = metric_intervals(given)
     assert found.score is not None
-    assert found.score.value == pytest.approx(np.mean(means))
+    assert found.score.value == pytest.approx(np.mean([of["f1_macro"].value for of in found.tasks.values()]))
     assert width(found.score) < 0.25 * width(found.tasks["u"]["f1_macro"])
 
 
-def test_pieces_of_the_resamples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(7)
-    statistics = numbers(*rng.normal(size=(2, 50)), missing=5)
-    whole = metric_intervals(statistics, num_resamples=100).tasks["t"]["mae"]
-    monkeypatch.setattr(intervals, "_WEIGHTS_AT_ONCE", 55 * 7)
-    pieces = metric_intervals(statistics, num_resamples=100).tasks["t"]["mae"]
-    assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), rel=1e-12)
+def test_score_of_one_task_is_its_primary_metric() -> None:
+    one = statistics(SINGLE, ["a", "b"] * 25, ["a", "b"] * 25)
+    alone = metric_intervals({"t": one})
+    assert alone.score == alone.tasks["t"]["f1_macro"]
+    both = metric_intervals(
+        {"t": one, "u": dataclasses.replace(one, task=dataclasses.replace(SINGLE, name="u"))}
+    )
+    assert both.score is not None
+    assert (both.score.low, both.score.high) == (pytest.approx(alone.score.low), 1)
+    worst = metric_intervals({"t": statistics(NUMBER, [0.0, 1.0] * 5, [9.0] * 10)})
+    assert worst.score is not None
+    assert worst.score.value == worst.score.low == 0
+    assert worst.tasks["t"]["r2"].low < -100
+
+
+# Few rows and equal rows
 
 
 def test_few_rows_have_intervals_without_nan() -> None:
@@ -191,40 +220,20 @@ def test_few_rows_have_intervals_without_nan() -> None:
         "rmse": (2, None, None),
     }
     assert one.score is None
-    # Most resamples of 40 examples hold no annotated row at all, or only one of the two.
+    # Most resamples of 40 examples have no labelled row at all, or only one of the two.
     few = metric_intervals(numbers([1.0, 2.0], [1.0, 3.0], missing=38))
     assert np.isfinite([bound for i in few.tasks["t"].values() for bound in (i.low, i.high)]).all()
     assert few.tasks["t"]["mae"].low == 0.0
-    assert metric_intervals(numbers([], [])).tasks == {"t": {}}
     assert metric_intervals(numbers([], [], missing=3)).tasks == {"t": {}}
     assert metric_intervals({}).score is None
 
 
-def test_the_centre_of_the_targets_does_not_matter() -> None:
+def test_centre_of_the_targets_has_no_effect() -> None:
     truth, predicted = np.random.default_rng(8).normal(size=(2, 40))
     near, far = numbers(truth, predicted), numbers(truth + 1e6, predicted + 1e6)
     ours, theirs = (metric_intervals(side, num_resamples=50).tasks["t"]["r2"] for side in (near, far))
-    assert (ours.value, ours.low, ours.high) == pytest.approx(
-        (theirs.value, theirs.low, theirs.high), abs=1e-8
-    )
-    constant = metric_intervals(numbers([0.1] * 7, [0.1] * 6 + [0.2])).tasks["t"]["r2"]
-    assert (constant.value, constant.low, constant.high) == (0, 0, 1)
-
-
-def statistics(task: Task, truth: list[Any], predicted: list[Any]) -> RowStatistics:
-    """Spans are given as a list of (name, start, end)."""
-    rows = []
-    for value in truth:
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for name, start, end in value if task.kind in ("span_extraction", "token_classification") else []:
-            spans.setdefault(name, []).append((start, end))
-        rows.append(Example("", "red blue", {"t": value}, spans, annotated=frozenset("t")))
-    return row_statistics(task, predicted, rows)
-
-
-def ends(task: Task, metric: str, truth: list[Any], predicted: list[Any]) -> Any:
-    interval = metric_intervals({"t": statistics(task, truth, predicted)}).tasks["t"][metric]
-    return interval.low, interval.high
+    assert dataclasses.astuple(ours) == pytest.approx(dataclasses.astuple(theirs), abs=1e-8)
+    assert ends(NUMBER, "r2", [0.1] * 7, [0.1] * 6 + [0.2]) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -236,24 +245,18 @@ def ends(task: Task, metric: str, truth: list[Any], predicted: list[Any]) -> Any
         (ANSWER, "exact_match", [("answer", 0, 3)], [("answer", 4, 8)]),
     ],
 )
-@pytest.mark.parametrize("num_right", [0, 1, 37, 50])
+@pytest.mark.parametrize("num_right", [0, 37, 50])
 def test_a_share_of_rows_has_the_wilson_interval(
     task: Task, metric: str, right: Any, wrong: Any, num_right: int
 ) -> None:
-    predicted = [right] * num_right + [wrong] * (50 - num_right)
     expected = binomtest(num_right, 50).proportion_ci(method="wilson")
-    found = ends(task, metric, [right] * 50, predicted)
+    found = ends(task, metric, [right] * 50, [right] * num_right + [wrong] * (50 - num_right))
     assert found == pytest.approx((expected.low, expected.high), abs=1e-5)
     assert 0 <= found[0] < found[1] <= 1
 
 
-def test_50_right_rows_of_50_have_a_low_end_of_0_929() -> None:
-    low, high = ends(SINGLE, "accuracy", ["a"] * 50, ["a"] * 50)
-    assert (round(low, 3), high) == (0.929, 1.0)
-
-
 @pytest.mark.parametrize("num_rows", [10, 50, 400])
-def test_right_rows_leave_out_what_they_cannot_exclude(num_rows: int) -> None:
+def test_intervals_of_right_rows_reach_the_excludable_loss(num_rows: int) -> None:
     """A share of 1 - 0.025^(1/N) of the rows may be wrong: Clopper's and Pearson's bound."""
     answers = [[("answer", 0, 3)]] * num_rows
     lost = 1 - 0.025 ** (1 / num_rows)
@@ -261,60 +264,29 @@ def test_right_rows_leave_out_what_they_cannot_exclude(num_rows: int) -> None:
     # Half of the labels are 0 and half are 1: an error is at most 1.
     labels = [0.0, 1.0] * (num_rows // 2)
     assert ends(NUMBER, "mae", labels, labels) == pytest.approx((0, lost))
-    low, high = ends(NUMBER, "r2", labels, labels)
-    assert (low, high) == pytest.approx((1 - 4 * lost, 1))
+    assert ends(NUMBER, "r2", labels, labels) == pytest.approx((1 - 4 * lost, 1))
 
 
 @pytest.mark.parametrize(
     ("task", "metric", "right", "wrong"),
     [
         (SPANS, "span_f1", [("a", 0, 3)], [("a", 4, 8)]),
-        (SPANS, "span_overlap_f1", [("a", 0, 3)], [("a", 4, 8)]),
         (SPANS, "f1_macro", [("a", 0, 3)], [("a", 4, 8)]),
         (ANSWER, "span_f1", [("answer", 0, 3)], [("answer", 4, 8)]),
         (SINGLE, "f1_macro", "a", "b"),
         (MULTI, "f1_micro", ["a"], ["b"]),
-        (MULTI, "f1_macro", ["a"], ["b"]),
-        (NUMBER, "rmse", None, None),
     ],
 )
 def test_no_metric_is_certain(task: Task, metric: str, right: Any, wrong: Any) -> None:
-    truth = [0.0, 4.0] * 25 if right is None else [right] * 50
-    low, high = ends(task, metric, truth, truth)
-    best, worst = (1, 0) if right is not None else (0, 4)
-    assert low < high
-    assert best in (low, high)
-    assert abs(best - (low if best else high)) > 0.03
-    if wrong is not None:
-        low, high = ends(task, metric, truth, [wrong] * 50)
-        assert low == worst
-        assert high > 0.03
+    low, high = ends(task, metric, [right] * 50, [right] * 50)
+    assert 0.5 < low < 0.97
+    assert high == 1
+    low, high = ends(task, metric, [right] * 50, [wrong] * 50)
+    assert low == 0
+    assert high > 0.03
 
 
-def test_the_score_has_the_width_of_its_tasks() -> None:
-    one = statistics(SINGLE, ["a", "b"] * 25, ["a", "b"] * 25)
-    alone = metric_intervals({"t": one})
-    assert alone.score == alone.tasks["t"]["f1_macro"]
-    accurate = Task("t", "single_label", ("a", "b"), primary="accuracy")
-    perfect = metric_intervals({"t": statistics(accurate, ["a"] * 50, ["a"] * 50)})
-    assert perfect.score is not None
-    assert perfect.score.low == pytest.approx(0.929, abs=5e-4)
-    other = dataclasses.replace(one, task=dataclasses.replace(SINGLE, name="u"))
-    both = metric_intervals({"t": one, "u": other}).score
-    assert both is not None
-    assert both.high == 1
-    assert both.low == pytest.approx(alone.tasks["t"]["f1_macro"].low)
-
-
-def test_the_low_end_of_a_score_is_at_least_0() -> None:
-    found = metric_intervals({"t": statistics(NUMBER, [0.0, 1.0] * 5, [9.0] * 10)})
-    assert found.score is not None
-    assert found.score.value == found.score.low == 0
-    assert found.tasks["t"]["r2"].low < -100
-
-
-def test_the_ends_of_an_interval_enclose_the_bootstrap() -> None:
-    """The floor is far smaller than the spread of these errors, so the bootstrap decides."""
+def test_intervals_with_spread_are_those_of_the_bootstrap() -> None:
     errors = np.random.default_rng(0).gamma(2, size=200)
     truth = np.linspace(0, 5, 200)
     low, high = ends(NUMBER, "mae", truth.tolist(), (truth + errors).tolist())
@@ -323,7 +295,7 @@ def test_the_ends_of_an_interval_enclose_the_bootstrap() -> None:
 
 
 def test_an_unknown_row_bound_without_spread_has_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal labels do not limit an error, and nothing limits a metric of the study's own code."""
+    """Equal labels do not limit an error, and nothing limits a metric of own code."""
     assert ends(NUMBER, "mae", [2.0] * 50, [2.0] * 50) == (None, None)
     low, high = ends(NUMBER, "mae", [2.0] * 50, [2.0, 3.0] * 25)
     assert 0 < low < 0.5 < high < 1
@@ -334,14 +306,14 @@ def test_an_unknown_row_bound_without_spread_has_no_interval(monkeypatch: pytest
 
 
 def test_a_rare_class_widens_the_interval_by_its_share() -> None:
-    """Ten classes, one of a single row: what happens to it is a tenth of the mean."""
+    """Ten classes, one of a single row, with a tenth of the mean."""
     truth = np.append(np.arange(999) % 9, 9)
     found = metric_intervals({"t": classified(truth, truth, 10)}).tasks["t"]["f1_macro"]
     assert found.high == 1
     assert 0.88 < found.low < 0.9
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_no_two_predictions_change_f1_macro_by_more_than_the_bound(seed: int) -> None:
     rng = np.random.default_rng(seed)
     truth = np.append(rng.integers(0, 2, 8), 2)
@@ -355,9 +327,3 @@ def test_no_two_predictions_change_f1_macro_by_more_than_the_bound(seed: int) ->
             other[list(rows)] = classes
             largest = max(largest, abs(classified(truth, other, 3).scores()["f1_macro"] - value))
     assert 0 < largest <= bound + 1e-12
-
-
-def test_one_row_excludes_little() -> None:
-    low, high = ends(SINGLE, "accuracy", ["a"], ["a"])
-    assert (low, high) == (pytest.approx(0.207, abs=5e-4), 1)
-    assert ends(SINGLE, "f1_macro", ["a"], ["a"])[0] < 0.03

@@ -1,4 +1,4 @@
-"""`hpo.compare_predictions`: forms of input, what is refused, and sentences. Rates: tests/benchmarks."""
+"""`hpo.compare_predictions`: verdicts, forms of input and refused input. Error rates: tests/benchmarks."""
 
 from __future__ import annotations
 
@@ -13,61 +13,65 @@ from hpo.errors import InputError
 
 CLASSES = ["a", "b", "c"]
 TASK = {"kind": "single_label", "classes": CLASSES, "primary_metric": "accuracy"}
+MACRO = {"kind": "single_label", "primary_metric": "f1_macro"}
 
 
-def classes(num: int, errors: float, seed: int) -> tuple[list[str], list[str]]:
-    rng = np.random.default_rng(seed)
+def classes(num: int, errors: float) -> tuple[list[str], list[str]]:
+    rng = np.random.default_rng(0)
     truth = rng.choice(CLASSES, num)
-    wrong = rng.random(num) < errors
-    return truth.tolist(), np.where(wrong, rng.choice(CLASSES, num), truth).tolist()
+    return truth.tolist(), np.where(rng.random(num) < errors, rng.choice(CLASSES, num), truth).tolist()
+
+
+def compare(truths: Any, other: Any, *, task: Any = TASK, reference: Any = None, margin: float = 0.5) -> Any:
+    return hpo.compare_predictions(task, truths, [reference or truths], [other], margin=margin)
 
 
 def test_equal_predictions_of_enough_rows_are_as_good() -> None:
-    truths, predicted = classes(1000, 0.1, 0)
-    found = hpo.compare_predictions(TASK, truths, [predicted], [predicted], margin=0.5)
+    truths, predicted = classes(1000, 0.1)
+    found = compare(truths, predicted, reference=predicted)
     assert (found.verdict, found.labelled_rows, found.row_bound) == ("as_good", 1000, 100.0)
     assert found.interval == (pytest.approx(-0.368, abs=0.002), pytest.approx(0.368, abs=0.002))
-    assert found.sentence.startswith(
-        "The other model is as good as the reference: accuracy +0.00 [-0.37, +0.37]"
+    assert found.sentence == (
+        "The other model is as good as the reference: accuracy +0.00 [-0.37, +0.37] points, margin 0.5; 1 "
+        "run, 1,000 labelled rows."
     )
-
-
-def test_rows_without_a_label_do_not_count() -> None:
-    truths, predicted = classes(1000, 0.1, 0)
     half = [truth if row < 50 else None for row, truth in enumerate(truths)]
-    found = hpo.compare_predictions(TASK, half, [predicted], [predicted], margin=0.5)
+    found = compare(half, predicted, reference=predicted)
     assert (found.verdict, found.labelled_rows) == ("not_shown", 50)
     assert found.reason == (
-        "With 50 labelled rows, losses under 7.12 points cannot be excluded. A margin of 0.5 takes "
-        "736 such rows"
+        "With 50 labelled rows, losses under 7.12 points cannot be excluded. A margin of 0.5 needs 736 such "
+        "rows"
     )
 
 
-def test_a_large_loss_is_worse_with_few_rows() -> None:
-    truths, predicted = classes(200, 0.0, 0)
-    wrong = [CLASSES[(CLASSES.index(one) + 1) % 3] if row < 120 else one for row, one in enumerate(predicted)]
-    found = hpo.compare_predictions(TASK, truths, [predicted], [wrong], margin=0.5)
-    assert (found.verdict, found.difference) == ("worse", pytest.approx(-60))
+@pytest.mark.parametrize(("num_wrong", "verdict"), [(120, "worse"), (4, "not_shown")])
+def test_large_losses_are_worse_with_few_rows(num_wrong: int, verdict: str) -> None:
+    truths, predicted = classes(200, 0.0)
+    wrong = [CLASSES[(CLASSES.index(one) + 1) % 3] for one in predicted[:num_wrong]] + predicted[num_wrong:]
+    found = compare(truths, wrong)
+    assert (found.verdict, found.difference) == (verdict, pytest.approx(-num_wrong / 2))
 
 
-def test_rare_classes_are_named() -> None:
-    truths = ["a"] * 600 + ["b"] * 395 + ["c"] * 5
-    task = {"kind": "single_label", "primary_metric": "f1_macro"}
-    found = hpo.compare_predictions(task, truths, [truths], [truths], margin=0.5)
-    assert found.verdict == "not_shown"
-    assert "These classes have too few rows, so their loss is unknown: `c` (5)." in found.sentence
+@pytest.mark.parametrize(
+    ("truths", "task", "reason"),
+    [
+        (["a"] * 600 + ["b"] * 395 + ["c"] * 5, MACRO, "classes with too few rows is unknown: `c` (5)"),
+        (["a", "b"] * 1000, {**MACRO, "classes": CLASSES}, "No row has the class `c`, so a loss there is"),
+        (["a", "b"] * 1000, {**TASK, "classes": CLASSES}, ""),
+    ],
+    ids=["rare class", "absent class", "accuracy"],
+)
+def test_rare_and_absent_classes_have_an_unknown_loss(truths: Any, task: Any, reason: str) -> None:
+    found = compare(truths, truths, task=task)
+    assert found.verdict == ("not_shown" if reason else "as_good")
+    assert reason in found.reason
 
 
-def test_a_class_without_rows_has_an_unknown_loss() -> None:
-    truths = ["a", "b"] * 1000
-    task = {"kind": "single_label", "classes": ["a", "b", "c"], "primary_metric": "f1_macro"}
-    found = hpo.compare_predictions(task, truths, [truths], [truths], margin=0.5)
-    assert (found.verdict, found.reason) == (
-        "not_shown",
-        "No row has the class `c`, so a loss there is unknown",
-    )
-    accuracy = {**task, "primary_metric": "accuracy"}
-    assert hpo.compare_predictions(accuracy, truths, [truths], [truths], margin=0.5).verdict == "as_good"
+def test_a_reference_without_learning_shows_nothing() -> None:
+    truths, _ = classes(1000, 0.0)
+    found = compare(truths, truths, reference=["a"] * 1000)
+    assert (found.verdict, found.difference > 0) == ("not_shown", True)
+    assert "It is not shown that the reference has learned anything" in found.reason
 
 
 FORMS: list[tuple[dict[str, Any], Any, Any]] = [
@@ -99,43 +103,52 @@ def test_every_kind_of_task(task: dict[str, Any], some: list[Any], worse: Any) -
 
 @pytest.mark.parametrize("value", [None, [math.nan] * 1000], ids=["None", "NaN"])
 def test_a_run_without_a_score_counts_as_the_baseline(value: Any) -> None:
-    truths = np.random.default_rng(0).normal(0, 1, 1000).tolist()
+    truths = np.random.default_rng(0).normal(0, 1, 1000)
     task = {"kind": "regression", "primary_metric": "mae"}
     runs: list[Any] = [truths, value, truths, truths]
     both = hpo.compare_predictions(task, truths, runs, runs, margin=0.1)
     assert both.difference == 0
     lost = hpo.compare_predictions(task, truths, [truths] * 4, runs, margin=0.1)
     assert lost.difference == pytest.approx(both.baseline / 4)
-    assert (lost.collapses.num_collapsed, lost.verdict) == (1, "not_shown")
+    assert (lost.collapses.num_collapsed, lost.collapses.num_reference_collapsed) == (1, 0)
+    assert lost.verdict == "not_shown"
+    assert "1 of 4 runs collapsed, and 0 of the reference." in lost.sentence
+    none = hpo.compare_predictions(task, truths, [value], [truths], margin=0.1)
+    assert (none.verdict, none.reason) == ("not_shown", "No run of the reference has a score")
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"task": {"kind": "singel_label"}}, "kind"),
-    ({"task": {**TASK, "primary_metric": "r2"}}, "primary_metric"),
-    (
-        {"task": {"kind": "token_classification", "span_names": ["p"], "primary_metric": "span_overlap_f1"}},
-        "must be one of span_f1, f1_macro",
-    ),
-    ({"truths": ["a", "z"]}, r"truths\[1\]: unknown class `z`"),
-    ({"truths": [None, None]}, "at least one row must be labelled, but got none"),
-    ({"truths": ["a", 1.5]}, r"truths\[1\] must be one class, as text or a whole number, but got 1.5"),
-    ({"other": [["a"]]}, r"other\[0\]: must have 2 predictions, one per row, but got 1"),
-    ({"other": [["a", "z"]]}, r"other\[0\]\[1\]: unknown class `z`"),
-    ({"other": []}, "the same number of runs, at least one, but got 1 and 0"),
-    ({"margin": 0}, "margin: must be a positive number, but got `0`"),
-    ({"margin": math.nan}, "margin: must be a positive number"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": {"kind": "singel_label"}}, "kind"),
+        ({"task": ["single_label"]}, "task: must be a mapping"),
+        ({"task": {**TASK, "primary_metric": "r2"}}, "primary_metric"),
+        (
+            {
+                "task": {
+                    "kind": "token_classification",
+                    "span_names": "p",
+                    "primary_metric": "span_overlap_f1",
+                }
+            },
+            "span_names",
+        ),
+        ({"truths": ["a", "z"]}, r"truths\[1\]: unknown class `z`"),
+        ({"truths": [None, None]}, "at least one row must be labelled, but got none"),
+        ({"truths": ["a", 1.5]}, r"truths\[1\] must be one class, as text or a whole number, but got 1.5"),
+        ({"other": [["a"]]}, r"other\[0\]: must have 2 predictions, one per row, but got 1"),
+        ({"other": [["a", "z"]]}, r"other\[0\]\[1\]: unknown class `z`"),
+        ({"other": []}, "the same number of runs, at least one, but got 1 and 0"),
+        ({"margin": 0}, "margin: must be a positive number, but got `0`"),
+        ({"margin": math.nan}, "margin: must be a positive number"),
+    ],
+)
 def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
         "task": TASK,
         "truths": ["a", "b"],
         "reference": [["a", "b"]],
         "other": [["a", "b"]],
-        "margin": 0.5,
-        **changes,
     }
     with pytest.raises(InputError, match=message):
-        hpo.compare_predictions(**given)
+        hpo.compare_predictions(**{"margin": 0.5, **given, **changes})

@@ -57,6 +57,7 @@ def span(**spans: Any) -> dict[str, Any]:
     [
         ('{"id": "b", ', "must be one JSON object in UTF-8, but Expecting property name"),
         ('{"id": "b", "text": "a", "text": "c"}', "the key `text` must occur once in its object"),
+        ('"b"', "a row must be a JSON object, but got 'b'"),
         (changed(id=None), "`id` must be a non-empty string, but got None"),
         (changed(id="a"), "`id` must be unique, but `a` is that of {train}:1 too"),
         (changed(text=None), "`text` must be a string, but got None"),
@@ -68,17 +69,13 @@ def span(**spans: Any) -> dict[str, Any]:
         (label(tones="calm"), "labels.tones: unknown task. Did you mean `tone`?"),
         (label(names="x"), "labels.names: `token_classification` is annotated in `spans`"),
         (label(tone="clam", grade="x"), "labels.grade must be a finite number, but got 'x'"),
-        (label(tone=0), "labels.tone: unknown class `0`. Known: calm, angry."),
         (label(tone=0.5), "labels.tone must be one class, as text or a whole number, but got 0.5"),
         (label(topics=[["work"]]), "labels.topics must be a list of classes, as text or a whole number"),
         (label(grade=float("nan")), "labels.grade must be a finite number, but got nan"),
         (label(grade=10**400), "labels.grade must be at most 1e+150 in magnitude, but got 1000000"),
         (changed(spans=[[0, 3]]), "`spans` must be an object of name: [[start, end], ...]"),
         (span(persons=[[0, 3]]), "spans.persons: unknown span name. Did you mean `person`?"),
-        (
-            span(person=[[24, 30]]),
-            "0 <= start < end <= 29, the number of characters, must hold, but got [24, 30]",
-        ),
+        (span(person=[[24, 30]]), "0 <= start < end <= 29, the number of characters, must hold"),
         (span(person=[[3, 3]]), "must hold, but got [3, 3]"),
         (span(person=[[0.0, 3.0]]), "a span must be [start, end] in whole characters, but got [0.0, 3.0]"),
         (span(person=[[10, 11]]), "spans.person: [10, 11] covers only white space"),
@@ -99,12 +96,6 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: object, me
     assert first == "1 bad row in the data; mend or remove:"
     assert all(line.startswith(f"  {train}:2: ") for line in listed)
     assert any(message.replace("{train}", str(train)) in line for line in listed)
-
-
-def test_bytes_other_than_utf8_are_refused_with_their_line(tmp_path: Path) -> None:
-    path = write(tmp_path) / "train.jsonl"
-    path.write_bytes(path.read_bytes() + '{"id": "b", "text": "é"}'.encode("latin-1"))
-    refused(r"train\.jsonl:2: must be one JSON object in UTF-8, but 'utf-8' codec", tmp_path)
 
 
 def test_twenty_problems_are_reported_at_most(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.training.budget import TrainState
+from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients, apply_gradients
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
-from hpo.trial.trial_parts import TrialParts, assemble
+from hpo.trial.parts import TrialParts, assemble
+from hpo.trial.telemetry import Callbacks, TrialResult
 
 ALL = list(PRECISIONS)
 PRODUCTS = {"fp32": {"float32"}, "bf16": {"bfloat16"}, "fp16": {"float16"}, "bf16-true": {"bfloat16"}}
@@ -117,8 +117,8 @@ def trained(folder: Path, device: DeviceInfo, name: str) -> tuple[TrialResult, f
     )
     losses: list[float] = []
 
-    def note(scored: ScoredEvaluation) -> None:
-        losses.append(scored.evaluation.train_loss)
+    def note(scored: Evaluation) -> None:
+        losses.append(scored.train_loss)
 
     executor = Executor(resolve_study(load_study(str(path)), device), folder / "runs")
     result = executor.run({"fp_precision": name}, None, "", Callbacks(on_evaluation=note))

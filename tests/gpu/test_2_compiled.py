@@ -24,9 +24,9 @@ from hpo.precision.effective import Observation, observe_model
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.random_numbers import manual_seed
 from hpo.training.compilation import run_both_modes
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import TrialParts, assemble
+from hpo.trial.parts import TrialParts, assemble
+from hpo.trial.telemetry import Callbacks
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 """A replay must draw the masks of the pass."""
@@ -65,7 +65,7 @@ def train_loss(executor: Executor, mode: str, *, graphs: bool) -> float:
     losses: list[float] = []
 
     def note(scored: Any) -> None:
-        losses.append(scored.evaluation.train_loss)
+        losses.append(scored.train_loss)
 
     params = {"compile": mode, "cuda_graphs": graphs}
     result = executor.run(params, None, "", Callbacks(on_evaluation=note))

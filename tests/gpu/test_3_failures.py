@@ -15,8 +15,8 @@ from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import Callbacks
 
 MOST_ROWS = 4
 """Rows that fit into memory in the form for the CPU."""
@@ -64,7 +64,7 @@ def run_trial(
     losses: list[float] = []
 
     def note(scored: Any) -> None:
-        losses.append(scored.evaluation.train_loss)
+        losses.append(scored.train_loss)
 
     executor = Executor(resolve_study(load_study(str(path)), device), folder / "runs")
     result = executor.run({}, None, "", Callbacks(on_evaluation=note))

@@ -40,7 +40,7 @@ def test_fp16_with_the_module_in_fp32_is_compared_with_fp32(
     del content["training"]["fp_precision"]
     content["search_space"] = {"fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]}}
     study = hpo.Study(content, storage=f"sqlite:///{tmp_path}/hpo.db", quiet=True)
-    with mock.patch("hpo.trial.trial_parts.load_encoder", side_effect=overflowing):
+    with mock.patch("hpo.trial.parts.load_encoder", side_effect=overflowing):
         assert study.run().outcomes == {"complete": 2}
         found = study.compare(precisions=("fp32", "fp16"), top=1)
     (trial,) = [one for one in study.record.trials if one.params["fp_precision"] == "fp16"]

@@ -1,4 +1,4 @@
-"""The examples with a training loop of their own: killed and resumed, by two workers, in two precisions."""
+"""The examples with their own training loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import yaml
 from safetensors.torch import load_file
 from support.command_line import ROOT, finish, hpo_command, ok, refused, start_hpo, stored, wait_until
 
-from hpo.code import use_code
 from hpo.study.reading.study_record import StudyRecord
 
 EXAMPLES = ROOT / "studies" / "examples"
@@ -50,7 +49,7 @@ def evaluations(record: StudyRecord) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["own_loop", "own_trainer"])
-def test_an_example_killed_in_a_trial_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_killed_example_resumes_exactly(name: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
@@ -76,7 +75,7 @@ def test_an_example_killed_in_a_trial_ends_with_the_same_bits(name: str, tmp_pat
     assert second.trials[0].telemetry["precision"]["agrees"] is True
 
 
-def test_two_workers_search_the_pictures_over_precision(tmp_path: Path) -> None:
+def test_two_workers_search_over_precision(tmp_path: Path) -> None:
     write_example(
         "own_loop",
         tmp_path,
@@ -107,54 +106,3 @@ def test_two_workers_search_the_pictures_over_precision(tmp_path: Path) -> None:
         asked = hpo_command(tmp_path, command, "own_loop.yaml", *options)
         refused(asked, "needs the `data` and the `model`")
     refused(hpo_command(tmp_path, "compare", "own_loop.yaml"), "hpo.compare_predictions")
-
-
-def test_a_worker_that_knows_the_study_by_name_needs_the_code(tmp_path: Path) -> None:
-    study, elsewhere = tmp_path / "study", tmp_path / "elsewhere"
-    study.mkdir()
-    elsewhere.mkdir()
-    write_example("own_loop", study, name="digits", training={"seed": 0, "epochs": 1, "batch_size": 200})
-    ok(hpo_command(study, "init", "own_loop.yaml"))
-    at = ("--storage", f"sqlite:///{study}/runs/hpo.db")
-    use_code({}, "a reader")  # which has none
-    ok(hpo_command(elsewhere, "enqueue", "digits", "--param", "learning_rate=0.004", *at))
-    asked = hpo_command(elsewhere, "enqueue", "digits", "--param", "learning_rates=0.004", *at)
-    refused(asked, "The study does not search `learning_rates`. Did you mean `learning_rate`?")
-    ok(hpo_command(elsewhere, "worker", "digits", *at, "--trust-code", str(study / "own_loop.py")))
-    (trial,) = stored(study, "digits").trials
-    assert (trial.outcome, trial.params["learning_rate"]) == ("complete", 0.004)
-
-
-def test_trials_of_the_digits_pause_and_go_on(tmp_path: Path) -> None:
-    pruner = {"name": "promote", "starts": 0.25, "keep": 1, "reduction_factor": 2}
-    training = {"seed": 0, "epochs": 4, "batch_size": 100}
-    write_example("own_loop", tmp_path, n_trials=4, pruner=pruner, training=training)
-    ok(hpo_command(tmp_path, "run", "own_loop.yaml"))
-    outcomes = [trial.outcome for trial in stored(tmp_path, "own_loop").trials]
-    assert set(outcomes) == {"complete", "pruned"}
-    resumed = [
-        trial.telemetry.get("resumed_from_step", 0)
-        for trial in stored(tmp_path, "own_loop").trials
-        if trial.outcome == "complete"
-    ]
-    assert max(resumed) > 0
-
-
-def test_trainer_in_another_precision_ends_the_trial(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
-    searched = {"type": "categorical", "choices": ["bf16"]}
-    write_example(
-        "own_trainer",
-        tmp_path,
-        amp={"allow_emulated": True},
-        search_space={"fp_precision": searched, **PARAMS},
-        training={"seed": 0, "epochs": 1},
-    )
-    source = tmp_path / "own_trainer.py"
-    source.write_text(source.read_text().replace('bf16=run.precision.name == "bf16"', "bf16=False"))
-    hpo_command(tmp_path, "run", "own_trainer.yaml")
-    (trial,) = stored(tmp_path, "own_trainer").trials
-    assert trial.outcome == "invalid"
-    assert "fp_precision`, bf16, but in training 14 of 14 weights were not multiplied" in trial.reason
-    assert trial.telemetry["precision"]["agrees"] is False
-    assert trial.telemetry["precision"]["observed"]["linear_products"] == {"float32": 14}

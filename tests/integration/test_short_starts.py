@@ -1,8 +1,7 @@
-"""Studies whose trials pause after a short start, with real training: what goes on, and what is kept."""
+"""Trials that pause at rungs, with real training."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ from support.command_line import hpo_command, ok, stored
 from support.tiny import write_study
 
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.sampling.promotion import RESUMED_ATTR
-from hpo.study.store.storage import open_storage
 
 RATES = {"learning_rate": {"type": "categorical", "choices": [1e-6, 3e-4, 1e-3, 3e-3]}}
 PROMOTE = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
@@ -58,7 +55,7 @@ def by_rate(trials: list[TrialRecord]) -> dict[float, TrialRecord]:
     return {trial.params["learning_rate"]: trial for trial in trials}
 
 
-def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(paused: Path, tmp_path: Path) -> None:
+def test_resumed_trial_ends_as_without_a_pause(paused: Path, tmp_path: Path) -> None:
     whole, short = run(tmp_path / "whole"), stored(paused)
     undisturbed = by_rate(whole.trials)
     for trial in short.trials:
@@ -85,7 +82,7 @@ def test_a_trial_that_goes_on_ends_as_if_it_had_never_paused(paused: Path, tmp_p
     assert exported["trials"][0]["number"] in {trial.number for trial in complete.values()}
 
 
-def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
+def test_paused_trial_of_a_dead_worker_repeats_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its checkpoint was written, its end was not stored."""
@@ -106,32 +103,3 @@ def test_one_that_had_paused_when_its_worker_died_trains_no_step_more(
     assert steps == [2, 4, 6, 8, 10][: len(steps)]
     assert first.attributes["resumed_at"] == 0.4, "it paused at 0.2, and was the best there"
     assert first.telemetry["resumed_from_step"] == 4
-
-
-def test_on_two_machines_that_share_a_bucket(
-    paused: Path, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first one dies when two trials have paused and the better one has gone on to its next rung."""
-    shared = ("--storage", f"sqlite:///{tmp_path}/shared.db")
-    num_told = itertools.count(1)
-    record_outcome = WorkerLease.record_outcome
-
-    def die_at_the_third(self: WorkerLease, *told: Any, **more: Any) -> None:
-        if next(num_told) == 3:
-            raise SystemExit(9)
-        record_outcome(self, *told, **more)
-
-    for name in ("first", "second"):
-        write(tmp_path / name, s3, pruner=PROMOTE)
-    with monkeypatch.context() as patched:
-        patched.setattr(WorkerLease, "record_outcome", die_at_the_third)
-        assert hpo_command(tmp_path / "first", "run", "tiny.yaml", *shared).exit_code == 9
-    ok(hpo_command(tmp_path / "second", "run", "tiny.yaml", *shared))
-    with open_storage(shared[1]) as storage:
-        trials = read_study(storage, "tiny").trials
-    assert trials[2].telemetry["resumed_from_step"] == 4, "it had paused there already"
-    expected = [trial for trial in stored(paused).trials if trial.outcome == "complete"]
-    ended = [trial for trial in trials if trial.outcome == "complete"]
-    assert [(trial.params, trial.values) for trial in ended] == [(t.params, t.values) for t in expected]
-    for trial in ended:
-        assert [row.step for row in trial.evaluations] == [2, 4, 6, 8, 10]

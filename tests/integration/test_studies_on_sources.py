@@ -1,15 +1,14 @@
-"""Studies on several data sets: trained, killed, resumed, checked, evaluated, exported."""
+"""Studies on several data sets."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
-from support.resumed_trials import check_resume_is_exact, weights_of
+from support.resumed_trials import check_resume_is_exact
 from support.several_sources import write_sources
 from support.tiny import tiny_executor, write_study
 
@@ -20,7 +19,7 @@ TRAINING = {"batch_size": 8, "max_length": 32, "dropout": 0.0, "fp_precision": "
 METRICS = {"topic", "tone", "size"}
 
 
-def test_a_trial_on_sampled_sources_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_trial_on_sampled_sources_resumes_exactly(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, data=write_sources(tmp_path), training={**TRAINING, "epochs": 4})
     resumed = check_resume_is_exact(executor, tmp_path, stop_at=13, **SAMPLED)
     assert resumed.telemetry["resumed_from_step"] == 11, "in the third epoch of 5 steps"
@@ -57,24 +56,6 @@ def test_training_draws_the_recorded_shares(
         assert counts == {"news": 28, "mail": 44}, "two epochs of 36"
 
 
-def test_a_source_of_weight_0_is_not_trained_on(tmp_path: Path) -> None:
-    data = write_sources(tmp_path)
-    executor = tiny_executor(tmp_path, data=data, training={**TRAINING, "max_steps": 6})
-    result = executor.run({"sampling_weight.mail": 0.0}, tmp_path / "trial", "trial")
-    assert result.outcome == "complete"
-    assert result.telemetry["drawn_share"] == {"news": 1.0, "mail": 0.0}
-    untrained = tiny_executor(tmp_path, data=data, training={**TRAINING, "max_steps": 1})
-    untrained.run({"sampling_weight.mail": 0.0}, tmp_path / "one_step", "trial")
-    six, one = weights_of(tmp_path / "trial"), weights_of(tmp_path / "one_step")
-    # The head of `size`, a task of mail alone, changes by weight decay alone.
-    heads = [name for name in six if name.startswith("heads.2.")]
-    others = [name for name in six if name.startswith("heads.0.")]
-    assert heads
-    assert others
-    assert all(abs(six[name] - one[name]).max() < 1e-6 for name in heads)
-    assert any(abs(six[name] - one[name]).max() > 1e-5 for name in others)
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a study on two sources that was killed in its first trial and then run to its end."""
@@ -104,7 +85,7 @@ def write(folder: Path, every_seconds: float) -> None:
     )
 
 
-def test_a_killed_study_on_sources_goes_on(killed: Path) -> None:
+def test_killed_study_on_sources_resumes(killed: Path) -> None:
     record = stored(killed)
     assert [trial.outcome for trial in record.trials] == ["complete"] * 2
     assert record.trials[0].telemetry["resumed_from_step"] > 0
@@ -116,21 +97,7 @@ def test_a_killed_study_on_sources_goes_on(killed: Path) -> None:
         assert trial.telemetry["metrics"].keys() == METRICS
 
 
-def test_the_best_trial_on_sources_is_reproduced(killed: Path) -> None:
-    found = ok(hpo_command(killed, "best", "tiny.yaml", "--reproduce"))
-    assert "is reproduced bit for bit" in found.out
-
-
-def test_check_shows_the_rows_of_each_source(killed: Path) -> None:
-    found = ok(hpo_command(killed, "check", "tiny.yaml"))
-    assert "rows of each source" in found.out
-    assert "66.6 %" in found.out or "66.7 %" in found.out
-    content = ok(hpo_command(killed, "check", "tiny.yaml", "--json")).json
-    assert content["facts"]["sources"]["train"] == {"news": 24, "mail": 12}
-    assert not [one for one in content["advice"] if "not labelled" in one]
-
-
-def test_the_best_trial_is_evaluated_exported_and_predicts(killed: Path) -> None:
+def test_best_model_of_sources_predicts(killed: Path) -> None:
     found = ok(
         hpo_command(killed, "best", "tiny.yaml", "--json", "--evaluate", "test", "--export", "model")
     ).json
@@ -140,31 +107,7 @@ def test_the_best_trial_is_evaluated_exported_and_predicts(killed: Path) -> None
     assert row["labels"].keys() >= METRICS
 
 
-def test_real_sets_train_together_and_each_alone(real_set: Callable[[str], Path], tmp_path: Path) -> None:
-    data: dict[str, dict[str, Any]] = {
-        name: {
-            "source": "jsonl",
-            "path": str(real_set(name)),
-            "limits": {"train": 64, "validation": 24, "test": 24},
-        }
-        for name in ("nlupp", "snips")
-    }
-    rename = {"slots": "snips_slots"}
-    sources = [{"name": "nlupp", **data["nlupp"]}, {"name": "snips", **data["snips"], "rename": rename}]
-    training = {**TRAINING, "max_steps": 12}
-    together = tiny_executor(tmp_path, data={"sources": sources}, training=training)
-    resumed = check_resume_is_exact(together, tmp_path / "together", stop_at=9, sampling_temperature=2.0)
-    expected: dict[str, Any] = {}
-    for name, section in data.items():
-        alone = tiny_executor(tmp_path, data=section, training=training).run({}, None, name)
-        names = rename if name == "snips" else {}
-        for task, metrics in alone.telemetry["metrics"].items():
-            expected[names.get(task, task)] = metrics.keys()
-    assert {task: found.keys() for task, found in resumed.telemetry["metrics"].items()} == expected
-    assert expected.keys() == {"domain", "intents", "slots", "intent", "snips_slots"}
-
-
-def test_a_task_of_two_sources_is_scored_on_each(killed: Path) -> None:
+def test_scores_of_each_source(killed: Path) -> None:
     (best,) = ok(hpo_command(killed, "best", "tiny.yaml", "--json")).json["trials"]
     assert best["source_metrics"].keys() == {"news", "mail"}
     assert all(of_source.keys() == {"tone"} for of_source in best["source_metrics"].values())

@@ -26,7 +26,7 @@ from hpo.trial.executor import Executor
 pytestmark = pytest.mark.slow
 
 
-def test_sampler_that_learns_with_four_workers(storage_url: str, tmp_path: Path) -> None:
+def test_learning_sampler_with_four_workers(storage_url: str, tmp_path: Path) -> None:
     """Workers do not see the trials that are running elsewhere end, and may all try the same in a row."""
     config = study(100, sampler={"name": "tpe"})
     workers = [worker_process.start(storage_url, config, tmp_path / "log") for _ in range(4)]
@@ -38,7 +38,7 @@ def test_sampler_that_learns_with_four_workers(storage_url: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["random", "grid", "qmc"])
-def test_sampler_that_does_not_learn(sqlite_url: str, tmp_path: Path, name: str) -> None:
+def test_sampler_without_learning(sqlite_url: str, tmp_path: Path, name: str) -> None:
     """fp16 overflows in this encoder, and no CPU has TF32: both are tried again and again at little cost."""
     space: dict[str, Any] = {
         "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16", "tf32"]},

@@ -1,4 +1,4 @@
-"""Whole studies through the command line: how many trials, what is kept, what is refused, how it ends."""
+"""Whole studies through the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kept(folder: Path) -> list[int]:
     )
 
 
-def test_two_workers_on_one_device_run_exactly_n_trials(tmp_path: Path) -> None:
+def test_two_workers_run_exactly_n_trials(tmp_path: Path) -> None:
     write_study(
         tmp_path,
         n_trials=5,
@@ -65,29 +65,7 @@ def idle_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.study.running.supervisor.worker_command", lambda *_: command)
 
 
-def test_what_has_changed_is_refused_with_a_diff_and_what_may_change_is_taken(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    before = stored(tmp_path)
-    space = {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True}}
-    write_study(tmp_path, n_trials=9, search_space=space)
-    for command in ("run", "worker", "init"):
-        refused = hpo_command(tmp_path, command, "tiny.yaml")
-        assert refused.exit_code == 2
-        assert "The stored study `tiny` has another search space than the study file" in refused.err
-        assert re.search(
-            r"^  ~ search_space\.learning_rate\.low: 0\.0001 -> 1e-05", refused.err, re.MULTILINE
-        )
-        assert "trial " not in refused.out
-    after = stored(tmp_path)
-    assert (after.trials, after.counts, after.definition) == (before.trials, before.counts, before.definition)
-    write_study(tmp_path, sampler={"name": "tpe"}, n_trials=3, checkpoint={"top_k": 1})
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    assert len(stored(tmp_path).trials) == 3
-    assert len(kept(tmp_path)) == 1
-
-
-def test_checkpoints_of_a_deleted_study_do_not_pass_for_those_of_a_new_one(tmp_path: Path) -> None:
+def test_new_study_ignores_checkpoints_of_a_deleted_one(tmp_path: Path) -> None:
     write_study(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 9})
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     for path in (tmp_path / "runs").glob("hpo.db*"):
@@ -99,7 +77,7 @@ def test_checkpoints_of_a_deleted_study_do_not_pass_for_those_of_a_new_one(tmp_p
     assert found["evaluation"]["metrics"] == found["trials"][0]["metrics"]
 
 
-def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
     """So the mended file is not another definition of a stored study."""
     write_study(tmp_path, objective={"metric": "criteria/f1_mikro"})
     for command in (("run",), ("run", "--workers", "2"), ("worker",), ("init",)):
@@ -111,23 +89,11 @@ def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
 
 
-def test_a_study_without_any_complete_trial_has_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_study(tmp_path, max_retries=0)
-    monkeypatch.setattr("hpo.trial.base_run.MixedPrecision", lambda *_: 1 / 0)
-    finished = hpo_command(tmp_path, "run", "tiny.yaml")
-    assert finished.exit_code == 1
-    assert "has ended without a complete trial" in finished.err
-    assert "The last one ended as failed: ZeroDivisionError: division by zero\nTraceback" in finished.err
-    assert hpo_command(tmp_path, "best", "tiny.yaml").exit_code == 1
-
-
 @pytest.mark.parametrize(
     ("command", "num_failed", "supervised", "exit_code"),
     [("run", 2, False, 1), ("run", 1, False, 0), ("worker", 2, False, 1), ("worker", 2, True, 0)],
 )
-def test_a_run_fails_if_more_than_half_of_its_trials_failed(
+def test_exit_code_of_mostly_failed_trials(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
@@ -153,21 +119,7 @@ def test_a_run_fails_if_more_than_half_of_its_trials_failed(
 # What this device cannot run
 
 
-@pytest.mark.usefixtures("idle_workers")
-def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
-    choices = {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32"]}}
-    write_study(tmp_path, n_trials=1, search_space=choices)
-    text = ok(hpo_command(tmp_path, "init", "tiny.yaml")).out
-    assert "Not run here" not in text
-    found = ok(hpo_command(tmp_path, "worker", "tiny.yaml", "--json", "--timeout", "0.000001")).json
-    assert found["left_out"].keys() == {"tf32"}
-    text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--timeout", "0.000001", "--workers", "2")).out
-    assert text.count("Not run here: tf32. `tf32` needs CUDA") == 1
-    found = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--timeout", "0.000001", "--json")).json
-    assert "`tf32` needs CUDA" in found["left_out"]["tf32"]
-
-
-def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_trials_for_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def others_are_left(*_: Any, **__: Any) -> RunSummary:
         return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
 
@@ -180,7 +132,7 @@ def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("idle_workers")
-def test_to_go_on_takes_the_same_options(tmp_path: Path) -> None:
+def test_command_to_continue_has_the_same_options(tmp_path: Path) -> None:
     write_study(tmp_path).rename(tmp_path / "my study.yaml")
     given = ("--storage", f"sqlite:///{tmp_path}/other.db", "--n-trials", "9", "--workers", "2")
     options = (*given, "--timeout", "1e-06")

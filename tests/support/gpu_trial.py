@@ -17,9 +17,8 @@ sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import probe_device
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import TrialResult
+from hpo.trial.telemetry import Callbacks, TrialResult
 
 
 def run_trial(study: Path, folder: Path, killed_after: int | None = None) -> tuple[TrialResult, list[float]]:
@@ -32,7 +31,7 @@ def run_trial(study: Path, folder: Path, killed_after: int | None = None) -> tup
     losses: list[float] = []
 
     def note(scored: Any) -> None:
-        losses.append(scored.evaluation.train_loss)
+        losses.append(scored.train_loss)
 
     def die(progress: Any) -> None:
         if progress.step == killed_after:

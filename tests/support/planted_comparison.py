@@ -14,7 +14,7 @@ import numpy as np
 
 from hpo.compare.comparison_study import comparison_study, open_comparison
 from hpo.compare.planning import Request, plan_comparison
-from hpo.compare.results import Result, judge
+from hpo.compare.results import Result, judge_runs
 from hpo.compare.runs import Runs
 from hpo.compare.sequential import run_rounds
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
@@ -63,7 +63,7 @@ def search_config(**changes: Any) -> StudyConfig:
 
 
 def plan_of(seeds: int, max_seeds: int = 0) -> ComparisonConfig:
-    """A look of bf16 against fp32 in one configuration, with so many seeds."""
+    """Return a plan of bf16 against fp32 in one configuration, with so many seeds."""
     return ComparisonConfig(
         study="tiny",
         study_token="token",
@@ -79,7 +79,7 @@ def plan_of(seeds: int, max_seeds: int = 0) -> ComparisonConfig:
 
 
 def facts(params: Mapping[str, Any], points: float, **how: Any) -> dict[str, Any]:
-    """What a trial stores that has so many points: its headline and telemetry."""
+    """Return the headline and telemetry of a trial with so many points."""
     precision = params.get("fp_precision", "fp32")
     rate = SPEED.get(precision, 50.0)
     metrics = {task.name: {"r2": points / 100, "mae": -points} for task in TWO_TASKS}
@@ -114,8 +114,10 @@ def values_of(config: StudyConfig, points: float) -> tuple[float, ...]:
 def record_of(
     config: StudyConfig, points: Sequence[Mapping[str, Any]], score: Score, **how: Any
 ) -> StudyRecord:
-    """The study after trials with these parameters; `how` is that of `facts`, and how a trial without a score
-    ended (`lost`)."""
+    """Return the study after trials with these parameters.
+
+    `how` has the arguments of `facts`, and the outcome of a trial without a score (`lost`).
+    """
     trials = []
     for number, params in enumerate(points):
         found = score(dict(params))
@@ -140,7 +142,7 @@ def record_of(
     return StudyRecord(config.name, names, directions, {}, trials, [], {"done": len(trials)})
 
 
-def told(
+def judged(
     config: StudyConfig,
     score: Score,
     request: Request,
@@ -149,32 +151,34 @@ def told(
     tasks: Sequence[Task] = TASKS,
     **how: Any,
 ) -> Result:
-    """What a comparison comes to, on records in memory.
+    """Return the result of a comparison on records in memory.
 
-    `search` are the scores of the search, where they are other ones; `how` is that of `facts`.
+    Args:
+        search: other scores for the search.
+        how: arguments of `facts`.
     """
     searched = record_of(config, grid_points(config.search_space, 0), search or score)
     asked = replace(request, precisions=request.precisions or ("fp32", "bf16"))
     plan = plan_comparison(searched, config, asked, "token")
     while True:
-        companion = comparison_study(config, plan, has_test=True)
-        record = record_of(companion, plan.points(), score, **how)
+        comparison = comparison_study(config, plan, has_test=True)
+        record = record_of(comparison, plan.points(), score, **how)
         rows = {
             one.number: {task.name: statistics(task, score(one.params) or 0.0) for task in tasks}
             for one in record.trials
             if one.values
         }
         runs = Runs(
-            record, companion, tasks, {n: {t.name: of[t.name] for t in tasks} for n, of in rows.items()}
+            record, comparison, tasks, {n: {t.name: of[t.name] for t in tasks} for n, of in rows.items()}
         )
-        result = judge(runs)
+        result = judge_runs(runs)
         if result.next_plan is None:
             return result
         plan = result.next_plan
 
 
 def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
-    """A study that has run."""
+    """Return a finished study."""
     config = search_config(**changes)
     create_or_resume_study(storage, config)
     run(storage, config, score)
@@ -188,7 +192,7 @@ def run(
     *,
     trials: int = 10**6,
 ) -> StudyRecord:
-    """Be a worker of the study, for so many trials at most."""
+    """Work on the study, for so many trials at most."""
     stop, left = Stop(), [trials]
 
     def execute(trial: Any, lease: Any) -> Any:
@@ -235,11 +239,11 @@ def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfi
 
 
 def compared(storage: Storage, config: StudyConfig, score: Score, request: Request) -> Result:
-    """What a comparison comes to that workers run."""
+    """Return the result of a comparison by workers."""
     search = read_study(storage, config.name)
 
-    def run_round(companion: StudyConfig) -> StudyRecord:
-        create_or_resume_study(storage, companion)
-        return run(storage, companion, score)
+    def run_round(comparison: StudyConfig) -> StudyRecord:
+        create_or_resume_study(storage, comparison)
+        return run(storage, comparison, score)
 
     return run_rounds(storage, begun(storage, config, request), search, TASKS, run_round)

@@ -98,7 +98,7 @@ def _words() -> Tensor:
 
 def planted(flaw: Flaw) -> Any:
     """A context in which every encoder is the planted one."""
-    return mock.patch("hpo.trial.trial_parts.load_encoder", side_effect=lambda *_, **__: PlantedEncoder(flaw))
+    return mock.patch("hpo.trial.parts.load_encoder", side_effect=lambda *_, **__: PlantedEncoder(flaw))
 
 
 def write_planted_study(folder: Path) -> Path:

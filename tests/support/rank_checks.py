@@ -29,8 +29,8 @@ from hpo.training.budget import Budget
 from hpo.training.distributed import GradientSum, connected_ranks, merge, rank, world_size
 from hpo.training.evaluate import predict_logits
 from hpo.training.losses import MultitaskLoss
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor, follow
+from hpo.trial.telemetry import Callbacks
 from support.tiny import CPU, EMULATED, tiny_executor
 from support.tiny_loop import amp_of, config_of, loop_parts, train_for
 

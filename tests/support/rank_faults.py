@@ -51,7 +51,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 def main(faults: str, rank: str, *command: str) -> None:
     from hpo.cli.commands import main as hpo
-    from hpo.trial.trial_run import TrialRun
+    from hpo.trial.run import TrialRun
 
     run, apply_gradients, compute = TrialRun.run, loop.apply_gradients, MultitaskLoss.__call__
     fault, steps = "", 0

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import TrialResult
+from hpo.trial.telemetry import Callbacks, TrialResult
 
 
 def run_trial(executor: Executor, checkpoints: Path, stop_at: int = 0, **params: Any) -> TrialResult:

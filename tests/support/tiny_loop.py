@@ -22,7 +22,7 @@ from hpo.training.losses import MultitaskLoss
 from hpo.training.throughput import ThroughputMeter
 from hpo.training.training_data import TrainingData
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import assemble, training_args
+from hpo.trial.parts import assemble, training_args
 from support.tiny import CPU, EMULATED, tiny_batch, tiny_objective
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hpo
-from hpo.deploy.onnx_export import export_onnx
+from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.inference.model import TrainedModel
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, export_model

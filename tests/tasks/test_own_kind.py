@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,19 @@ import pytest
 import torch
 from scipy.special import xlogy
 from sklearn.metrics import d2_tweedie_score, mean_poisson_deviance
-from support.tiny import tiny_executor, tiny_study
+from support.tiny import tiny_study
 from torch.nn.functional import poisson_nll_loss
 
-import hpo
 from hpo.data.tasks import parse_tasks
 from hpo.errors import DataError, StudyFileError
-from hpo.evaluation.contributions import scored, unit_of
-from hpo.evaluation.detailed import evaluate_predictions
-from hpo.inference.rows import predicted_row
-from hpo.report.data_check import check_data
-from hpo.tasks.kind import KINDS, Task, register
+from hpo.evaluation.contributions import unit_of
+from hpo.tasks.example import Example
+from hpo.tasks.kind import KINDS, Task, kind_of, register
 from hpo.tasks.options import LossOptions
 from hpo.tasks.regression import Regression
 from hpo.tasks.sums import mean_of_windows
 from hpo.training.losses import count_items, loss_sum
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.training.metrics import row_statistics
 
 
 class Count(Regression):
@@ -77,57 +73,25 @@ def registered(forgotten: None) -> Iterator[None]:
     del KINDS["count"]
 
 
-def write_rows(folder: Path) -> Path:
-    """Posts in which a word occurs 0 to 4 times, which is what is counted."""
-    folder.mkdir()
-    (folder / "tasks.json").write_text(
-        json.dumps({"times": {"kind": "count"}, "tone": {"kind": "single_label", "classes": ["no", "yes"]}})
-    )
-    for split, size in (("train", 40), ("validation", 20), ("test", 20)):
-        rows = []
-        for number in range(size):
-            times = number * number % 5
-            labels = {"times": times, "tone": "yes" if times else "no"}
-            rows.append({"id": f"{split}-{number}", "text": "it hurts " * times + "today", "labels": labels})
-        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return folder
-
-
-def test_an_own_kind_trains_evaluates_and_predicts(tmp_path: Path) -> None:
-    data = {"source": "jsonl", "path": str(write_rows(tmp_path / "data"))}
-    training = {"max_steps": 30, "batch_size": 8, "max_length": 16, "dropout": 0.0}
-    executor = tiny_executor(tmp_path, data=data, training=training, objective={"metric": "times/d2"})
-    assert executor.tasks[0] == TASK
-    numbers = check_data(executor.study, tmp_path / "runs").facts.tasks[0].numbers
-    assert numbers["train"]["maximum"] == 4
-
-    params = {"learning_rate": 1e-2}
-    result = executor.run(params, tmp_path / "trial", None)
-    assert result.outcome == "complete", result.traceback
-    predicted = split_predictions(executor, tmp_path / "trial", params, "test")
-    rows = predicted.examples
-    truth, rates = [row.labels["times"] for row in rows], predicted.predictions["times"]
-    assert predicted.metrics()["times"] == {
+def test_metrics_and_verdicts_of_an_own_kind() -> None:
+    truth, rates = [0.0, 1.0, 4.0, 2.0], [0.5, 2.0, 3.0, 2.5]
+    rows = [
+        Example(f"r{n}", "text", {"times": y}, {}, annotated=frozenset({"times"}))
+        for n, y in enumerate(truth)
+    ]
+    statistics = row_statistics(TASK, rates, rows)
+    assert statistics.scores() == {
         "d2": pytest.approx(d2_tweedie_score(truth, rates, power=1)),
         "deviance": pytest.approx(mean_poisson_deviance(truth, rates)),
     }
-    assert predicted.metrics()["times"]["d2"] > 0.5  # it has learnt to count
-    detailed = evaluate_predictions(predicted, split_name="test", num_resamples=20).as_json()["tasks"][
-        "times"
-    ]
-    assert detailed["metrics"].keys() == {"d2", "deviance"}
+    (twice,) = statistics.weighted_scores(np.array([[1, 0, 2, 0]]))["d2"]
+    assert twice == pytest.approx(d2_tweedie_score([0, 4, 4], [0.5, 3.0, 3.0], power=1))
     # Its parent's constant prediction and bounds fit other row values.
-    assert {name.partition("/")[0] for name in result.telemetry["baseline"]} == {"tone"}
-    assert scored(predicted.statistics, "times/d2").row_bound == np.inf
-    assert detailed["worst"][0]["loss"] == max(abs(a - b) for a, b in zip(truth, rates, strict=True))
-
-    source = TrialSource(0, params, result.telemetry)
-    model = hpo.load(
-        export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", source), device="cpu"
-    )
-    predictions = model.predict([row.text for row in rows])
-    assert [one["times"].label for one in predictions] == pytest.approx(rates, rel=1e-4)
-    assert predicted_row(rows[0], predictions[0])["labels"].keys() == {"times", "tone"}
+    kind = kind_of(TASK)
+    values = {"deviance": np.ones(4)}
+    assert kind.row_bound("d2", {}, values) == np.inf
+    assert kind.constant_rows("d2", {}, values) is None
+    assert kind.row_losses(rates, rows, None).tolist() == [0.5, 1.0, 1.0, 0.5]
 
 
 def test_loss_of_an_own_kind_counts_labelled_rows() -> None:

@@ -37,7 +37,7 @@ from hpo.training.evaluate import Evaluation
 from hpo.training.losses import count_items, loss_sum
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import training_args
+from hpo.trial.parts import training_args
 
 
 def test_fp32_fallback_without_tf32() -> None:

@@ -28,7 +28,7 @@ from hpo.training.loop import (
 from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import training_args
+from hpo.trial.parts import training_args
 
 
 class Enough(Exception):

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from support.tiny import tiny_executor
 
 from hpo.errors import OutOfMemory
-from hpo.models.encoder import MINILM_HUB_ID
+from hpo.models.hub import MINILM_HUB_ID
 from hpo.trial.best_model import encoder_facts, with_scores
 
 
-def test_an_encoder_is_named_without_a_path_of_this_machine(tmp_path: Path) -> None:
+def test_encoder_facts_have_no_path(tmp_path: Path) -> None:
     folder = tmp_path / "private" / "our-bert"
     folder.mkdir(parents=True)
     assert encoder_facts(str(folder), None) == {"name": "our-bert", "hub_id": None, "revision": None}
@@ -28,7 +28,7 @@ def test_an_encoder_is_named_without_a_path_of_this_machine(tmp_path: Path) -> N
     [(None, "nonfinite"), (OutOfMemory("one example does not fit."), "oom")],
     ids=["nonfinite", "oom"],
 )
-def test_a_trial_without_a_score_on_test_ends_as_in_an_evaluation(
+def test_trial_without_a_test_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, outcome: str
 ) -> None:
     """The worker goes on: it is no error of the run."""

@@ -1,4 +1,4 @@
-"""The verdict on a measurement, and what it is kept under."""
+"""The verdict on a measurement, and its cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED, overflow_in_reduced_precision, tiny_executor
+from support.tiny import CPU, EMULATED, tiny_executor
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,7 +26,7 @@ from hpo.training.loop import Learner, forward_backward
 from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
-from hpo.trial.trial_parts import TrialParts, build_trial
+from hpo.trial.parts import TrialParts, build_trial
 
 BOUNDS = CompatConfig()
 
@@ -47,7 +47,7 @@ def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
-def test_what_breaks_on_texts_that_are_mostly_padding_is_found(tmp_path: Path, name: str) -> None:
+def test_fault_on_padding_is_found(tmp_path: Path, name: str) -> None:
     parts = parts_of(tiny_executor(tmp_path), fp_precision=name)
     shortest = int(parts.data.train.lengths_W.min())
 
@@ -65,7 +65,7 @@ def test_what_breaks_on_texts_that_are_mostly_padding_is_found(tmp_path: Path, n
     assert not found.reasons or "logits not finite under fp16" in found.reasons[0]
 
 
-def test_a_measurement_is_of_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_key_has_every_condition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention with dropout has a kernel of its own; its rate does not matter: the check drops nothing."""
     executor = tiny_executor(tmp_path)
     settings: tuple[dict[str, Any], ...] = (
@@ -149,7 +149,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("flash")
-def test_flash_attention_is_compared_with_sdpa_since_it_has_no_fp32(tmp_path: Path) -> None:
+def test_flash_attention_is_compared_with_sdpa(tmp_path: Path) -> None:
     training = {"max_steps": 1, "max_length": 64, "attention": "flash"}
     executor = tiny_executor(tmp_path, training=training)
     executor.check_study()
@@ -162,72 +162,8 @@ def test_flash_attention_is_compared_with_sdpa_since_it_has_no_fp32(tmp_path: Pa
     assert (refused.outcome, "only support fp16 and bf16" in refused.reason) == ("incompatible", True)
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-@pytest.mark.parametrize(("broken", "verdict"), [("fp32 bf16", "invalid"), ("bf16", "incompatible")])
-def test_a_compiler_is_at_fault_if_it_breaks_fp32_too(
-    tmp_path: Path, name: str, broken: str, verdict: str
-) -> None:
-    def compile_model(model: Any, *_: Any) -> None:
-        def refuse(*_: Any) -> None:
-            if ("bf16" if torch.is_autocast_enabled("cpu") else "fp32") in broken:
-                raise RuntimeError("no C++ compiler")
-
-        model.register_forward_pre_hook(refuse)
-
-    executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
-    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
-    found = judge(measure_parts(parts_of(executor, fp_precision=name)), BOUNDS)
-    assert found.verdict == (verdict if name in broken else "ok")
-    others = [reason for reason in found.reasons if "is unverified" not in reason]
-    assert bool(others) == (name in broken)
-
-
-def test_a_compiler_without_memory_for_fp32_tells_nothing(tmp_path: Path) -> None:
-    """It is not known whether fp32 would break, too."""
-
-    def compile_model(model: Any, *_: Any) -> None:
-        def refuse(*_: Any) -> None:
-            if torch.is_autocast_enabled("cpu"):
-                raise RuntimeError("no C++ compiler")
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        model.register_forward_pre_hook(refuse)
-
-    executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
-    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
-    found = judge(measure_parts(parts_of(executor, fp_precision="bf16")), BOUNDS)
-    assert found.verdict == "invalid"
-    assert "it is not known whether bf16 is at fault" in " ".join(found.reasons)
-
-
-@pytest.mark.usefixtures("flash")
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["bf16", "bf16-true"])
-def test_a_micro_batch_is_repeated_in_fp32_by_sdpa_where_attention_is_flash(
-    name: str, gradient_checkpointing: bool, tmp_path: Path
-) -> None:
-    """Also its backward pass, in which gradient checkpointing would compute activations again by flash."""
-    training = {"max_steps": 1, "max_length": 64, "attention": "flash"}
-    executor = tiny_executor(
-        tmp_path, training={**training, "gradient_checkpointing": gradient_checkpointing}
-    )
-    parts = parts_of(executor, fp_precision=name)
-    parts.prepare()
-    overflow_in_reduced_precision(parts.model)
-    config = EMULATED.model_copy(update={"fallback_to_fp32": True})
-    mixed_precision = MixedPrecision(PRECISIONS[name], config, CPU)
-    batch = parts.batch(2)
-    learner = Learner(parts.model, parts.loss_fn, mixed_precision)
-    loss = forward_backward(learner, batch, parts.loss_fn.count(batch), 1.0)
-    assert (mixed_precision.step_fallbacks, bool(loss.isfinite())) == (1, True)
-    assert parts.model.encoder.config._attn_implementation == hpo.models.attention.FLASH
-    gradients = [weight.grad for weight in parts.model.parameters() if weight.grad is not None]
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
-    assert any(bool(gradient.any()) for gradient in gradients)
-
-
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
-def test_a_repeat_in_fp32_counts_only_if_fp32_is_finite(name: str, tmp_path: Path) -> None:
+def test_repeat_counts_only_if_fp32_is_finite(name: str, tmp_path: Path) -> None:
     """Otherwise the trial would end by the limit of repeats, though the same trial in fp32 would go on."""
     parts = parts_of(tiny_executor(tmp_path), fp_precision=name)
     parts.prepare()
@@ -242,7 +178,7 @@ def test_a_repeat_in_fp32_counts_only_if_fp32_is_finite(name: str, tmp_path: Pat
     assert (mixed_precision.step_fallbacks, bool(loss.isfinite())) == (0, False)
 
 
-def test_a_measurement_is_made_once(tmp_path: Path) -> None:
+def test_measurement_is_cached(tmp_path: Path) -> None:
     executor, cache = tiny_executor(tmp_path), Cache()
     first, second = check(executor, cache), check(executor, cache)
     assert (first.verdict, first.cached, second.cached) == ("ok", False, True)
@@ -252,9 +188,7 @@ def test_a_measurement_is_made_once(tmp_path: Path) -> None:
     )
 
 
-def test_a_check_without_fp32_is_not_kept_for_machines_with_more_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_without_fp32_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, cache = tiny_executor(tmp_path), Cache()
     alone = Measurement("fp32", reference_fits=False)
     monkeypatch.setattr("hpo.trial.compat.measure", lambda *_: alone)
@@ -274,7 +208,7 @@ def test_a_check_without_fp32_is_not_kept_for_machines_with_more_memory(
         (0.01, BOUNDS.incompatible_gradient_cosine - 0.001, "incompatible"),
     ],
 )
-def test_the_bounds_of_the_study_decide(error: float, cosine: float, verdict: str) -> None:
+def test_bounds_decide_the_verdict(error: float, cosine: float, verdict: str) -> None:
     measurement = Measurement("bf16", logits_relative_error={"topic": error}, gradient_cosine=cosine)
     found = judge(measurement, BOUNDS)
     assert found.verdict == verdict

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from support.command_line import hpo_command, ok
 from support.tiny import CPU, tiny_executor, write_study
 
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.errors import Paused
-from hpo.study.reading.reader import read_study
-from hpo.study.store.storage import open_storage
-from hpo.trial.callbacks import Callbacks
-from hpo.trial.trial_parts import fit_pruner
+from hpo.trial.parts import fit_pruner
+from hpo.trial.telemetry import Callbacks
 
 TRAINING = {"batch_size": 8, "max_length": 64, "dropout": 0.0}
 
@@ -37,7 +34,7 @@ def fitted(folder: Path, epochs: float, **changes: Any) -> tuple[StudyConfig, st
 
 
 @pytest.mark.parametrize(("epochs", "name"), [(1, "none"), (1.5, "none"), (2, "promote"), (20, "promote")])
-def test_short_trials_do_not_pause(tmp_path: Path, epochs: float, name: str) -> None:
+def test_pruner_depends_on_the_cost_of_evaluations(tmp_path: Path, epochs: float, name: str) -> None:
     """`promote` tries at least three configurations for the rows of one whole trial."""
     config, reason = fitted(tmp_path, epochs)
     assert config.pruner.name == name
@@ -45,29 +42,13 @@ def test_short_trials_do_not_pause(tmp_path: Path, epochs: float, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["promote", "median"])
-def test_the_pruner_of_the_file_stays(tmp_path: Path, name: str) -> None:
+def test_pruner_of_the_file_stays(tmp_path: Path, name: str) -> None:
     config, reason = fitted(tmp_path, 1, pruner={"name": name})
     assert config.pruner.name == name
     assert reason.startswith("it is set in the study file")
 
 
-def test_the_choice_is_stored_and_shown(tmp_path: Path) -> None:
-    """A study keeps its pruner, whatever the defaults are later."""
-    url = f"sqlite:///{tmp_path}/hpo.db"
-    path = write_without_pruner(tmp_path, 1)
-    told = ok(hpo_command(tmp_path, "plan", "tiny.yaml")).out
-    assert "Pruner: none; the first stage of a trial would cost with `promote`" in told
-    ok(hpo_command(tmp_path, "init", "tiny.yaml", "--storage", url))
-    with open_storage(url) as storage:
-        stored = read_study(storage, "tiny").definition
-        assert stored["pruner"]["name"] == "none"
-        resumed = load_study(path).resumed(stored)
-        assert resumed.pruner.name == "none"
-        other = load_study(write_without_pruner(tmp_path, 1, pruner={"name": "promote"}))
-        assert other.resumed(stored).pruner.name == "promote", "a file may name another one"
-
-
-def test_the_disk_space_of_a_paused_trial_is_known(tmp_path: Path) -> None:
+def test_disk_space_of_a_paused_trial(tmp_path: Path) -> None:
     """Its checkpoints have the weights to continue from, the state of the optimizer and the best weights."""
     executor = tiny_executor(tmp_path, CPU, training=TRAINING | {"max_steps": 4})
 
@@ -82,12 +63,3 @@ def test_the_disk_space_of_a_paused_trial_is_known(tmp_path: Path) -> None:
     assert result.outcome == "paused"
     on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     assert result.telemetry["checkpoint_bytes"] == pytest.approx(on_disk, rel=0.1)
-
-
-def test_the_plan_shows_the_disk_space_of_paused_trials(tmp_path: Path) -> None:
-    """Four trials pause at one rung."""
-    write_study(tmp_path, n_trials=4, pruner={"name": "promote", "starts": 0.3, "keep": 1})
-    plan = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json
-    assert plan["paused_bytes"] == 4 * plan["costs"][0]["checkpoint_bytes"]
-    told = ok(hpo_command(tmp_path, "plan", "tiny.yaml")).out
-    assert "Checkpoints of paused trials: at most" in told

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import hpo_command
-from support.tiny import tiny_executor, write_study
+from support.tiny import tiny_executor
 
 import hpo.training.loop as loop_module
 import hpo.trial.executor as executor_module
-from hpo.config.study_config import load_study
 from hpo.errors import InputError
 from hpo.training.checkpoint import CheckpointStore
-from hpo.trial.callbacks import Callbacks
+from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import NO_CALLBACKS
-from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import Callbacks, TrialResult
 
 ENERGY = "train_joules_per_example"
 OBJECTIVE = {"metric": ENERGY, "direction": "minimize"}
@@ -66,30 +63,18 @@ def run(
 
 
 @pytest.mark.parametrize("has_checkpoints", [False, True])
-def test_an_objective_of_energy_is_of_the_training_steps(
-    tmp_path: Path, gpu: PlayedGpu, has_checkpoints: bool
-) -> None:
+def test_only_training_steps_count(tmp_path: Path, gpu: PlayedGpu, has_checkpoints: bool) -> None:
     """Neither evaluations nor copies for checkpoints count."""
-    made: list[ScoredEvaluation] = []
+    made: list[Evaluation] = []
     folder, checkpoint = (tmp_path / "trial", {"every_seconds": 1e-6}) if has_checkpoints else (None, {})
     result = run(tmp_path, Callbacks(made.append), folder, objective=OBJECTIVE, checkpoint=checkpoint)
     assert (str(result.outcome), result.values) == ("complete", (gpu.per_step / 8,)), result.reason
     assert result.headline[ENERGY] == result.telemetry["throughput"][ENERGY] == 5 / 8
     assert result.telemetry["energy_missing"] == ""
-    assert [one.evaluation.rates[ENERGY] for one in made] == [5 / 8] * 4
+    assert [one.rates[ENERGY] for one in made] == [5 / 8] * 4
 
 
-def test_a_copy_for_a_checkpoint_is_not_counted(tmp_path: Path, gpu: PlayedGpu) -> None:
-    def raise_cost(progress: Progress) -> None:
-        gpu.per_step = progress.step  # of the next step: a mean tells which steps it is of
-
-    callbacks = Callbacks(on_progress=raise_cost)
-    checkpoints = {"every_seconds": 1e-6}  # after each step
-    result = run(tmp_path, callbacks, tmp_path / "trial", checkpoint=checkpoints)
-    assert result.headline[ENERGY] == sum(range(3, 40)) / 37 / 8
-
-
-def test_a_trial_above_the_limit_ends_at_an_evaluation(tmp_path: Path, gpu: PlayedGpu) -> None:
+def test_energy_limit_ends_a_trial_at_an_evaluation(tmp_path: Path, gpu: PlayedGpu) -> None:
     assert gpu.per_step == 5.0
     result = run(tmp_path, constraints={ENERGY: {"max": 0.5}})
     assert (str(result.outcome), result.telemetry["num_steps"]) == ("pruned", 20)
@@ -98,7 +83,7 @@ def test_a_trial_above_the_limit_ends_at_an_evaluation(tmp_path: Path, gpu: Play
     assert run(tmp_path, constraints={ENERGY: {"max": 0.7}}).constraints[ENERGY] < 0
 
 
-def test_a_trial_that_goes_on_keeps_the_energy_that_it_used(tmp_path: Path, gpu: PlayedGpu) -> None:
+def test_resumed_trial_keeps_its_energy(tmp_path: Path, gpu: PlayedGpu) -> None:
     folder, asked = tmp_path / "trial", itertools.count(1)
     stopped = run(tmp_path, Callbacks(should_stop=lambda: next(asked) > 30), folder)
     assert str(stopped.outcome) == "preempted"
@@ -111,7 +96,7 @@ def test_a_trial_that_goes_on_keeps_the_energy_that_it_used(tmp_path: Path, gpu:
     assert result.headline[ENERGY] == pytest.approx(expected)
 
 
-def test_a_trial_of_short_stretches_has_no_energy(
+def test_short_stretches_have_no_energy(
     tmp_path: Path, gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpo.training.energy.MIN_STRETCH_SECONDS", 1e6)
@@ -126,7 +111,7 @@ def test_a_trial_of_short_stretches_has_no_energy(
     assert result.telemetry["energy_missing"] == "the counter is gone."
 
 
-def test_a_cpu_has_no_energy_and_says_why(tmp_path: Path) -> None:
+def test_cpu_has_no_energy(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert (result.telemetry["throughput"][ENERGY], ENERGY in result.headline) == (None, False)
     assert result.telemetry["energy_missing"] == "this is not an NVIDIA GPU but test CPU."
@@ -135,19 +120,7 @@ def test_a_cpu_has_no_energy_and_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes", [{"objective": OBJECTIVE}, {"constraints": {ENERGY: {"max": 1.0}}}], ids=["objective", "limit"]
 )
-def test_a_study_of_energy_is_refused_where_nothing_counts_it(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_study_of_energy_needs_a_counter(tmp_path: Path, changes: dict[str, Any]) -> None:
     needed = r"needs an NVIDIA GPU \(Volta or newer\) .* nvidia-ml-py, but this is not an NVIDIA GPU but"
     with pytest.raises(InputError, match=needed):
         run(tmp_path, **changes)
-    write_study(tmp_path, device="cpu", **changes)
-    told = hpo_command(tmp_path, "run", "tiny.yaml", "--storage", "sqlite:///study.db")
-    assert told.exit_code == 2
-    assert re.search(needed, " ".join(told.err.split()))
-    assert not (tmp_path / "study.db").exists()
-
-
-def test_energy_is_only_minimized(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be `minimize`"):
-        load_study(write_study(tmp_path, objective={"metric": ENERGY, "direction": "maximize"}))

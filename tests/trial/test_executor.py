@@ -1,8 +1,7 @@
-"""What is found wrong with a study before it begins."""
+"""The check of a study before its first trial."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,19 @@ import pytest
 import torch
 from support.every_kind import TASKS, write_every_kind
 from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
-from support.tiny_encoders import save_encoder
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.errors import ModelError
-from hpo.models.encoder import load_tokenizer
 from hpo.models.multitask import MultitaskModel
 from hpo.trial.executor import Executor
-from hpo.trial.trial_parts import build_trial
-from hpo.trial.trial_run import checkpoint_key
+from hpo.trial.parts import build_trial
+from hpo.trial.run import checkpoint_key
 
 ENCODERS = {"type": "categorical", "choices": [ENCODER, "/no/such/folder"]}
 
 
-def test_a_sound_study_leaves_nothing_but_tokens(tmp_path: Path) -> None:
+def test_check_leaves_only_tokens(tmp_path: Path) -> None:
     space = {
         "fp_precision": {"type": "categorical", "choices": ["tf32", "fp16"]},
         "encoder": {"type": "categorical", "choices": [ENCODER, ENCODER | {"num_hidden_layers": 1}]},
@@ -46,20 +43,20 @@ def test_a_sound_study_leaves_nothing_but_tokens(tmp_path: Path) -> None:
         ({"training": {"max_steps": 1, "max_length": 600}}, "512"),
     ],
 )
-def test_what_a_model_cannot_do_is_found(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_impossible_model_is_found(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     executor = tiny_executor(tmp_path, **changes)
     with pytest.raises(ModelError, match=message):
         executor.check_study()
 
 
-def test_the_weights_of_an_encoder_must_give_finite_numbers(tmp_path: Path) -> None:
+def test_fresh_model_must_be_finite(tmp_path: Path) -> None:
     """Found for weights that are finite themselves. No precision is to blame."""
 
     def break_encoder(model: Any) -> None:
         model.encoder.embeddings.LayerNorm.weight.fill_(1e38)
 
     executor = altered_executor(tmp_path, break_encoder)
-    message = r"in the logits .*, in fp32 and before any training; first: aten\..* in encoder\."
+    message = r"the logits .*, in fp32 and before any training; first: aten\..* in encoder\."
     with pytest.raises(ModelError, match=message):
         executor.check_study()
     for precision in ("fp32", "bf16"):
@@ -69,7 +66,7 @@ def test_the_weights_of_an_encoder_must_give_finite_numbers(tmp_path: Path) -> N
     altered_executor(tmp_path, break_encoder, compat={"enabled": False}).check_study()
 
 
-def test_right_predictions_have_every_metric(tmp_path: Path) -> None:
+def test_metrics_of_right_predictions(tmp_path: Path) -> None:
     executor = Executor(resolve_study(load_study(write_every_kind(tmp_path)), CPU), tmp_path / "runs")
     right = executor.loader.right_metrics
     assert {task.name: right[task.name][task.primary_metric] for task in executor.tasks} == dict.fromkeys(
@@ -78,7 +75,7 @@ def test_right_predictions_have_every_metric(tmp_path: Path) -> None:
     assert [right[task.name].keys() - {*task.metrics} for task in executor.tasks] == [set()] * len(TASKS)
 
 
-def test_the_longest_text_is_tried_before_a_study(tmp_path: Path) -> None:
+def test_check_tries_the_longest_text(tmp_path: Path) -> None:
     """An encoder may break on it alone."""
 
     def limit(model: MultitaskModel) -> None:
@@ -94,21 +91,7 @@ def test_the_longest_text_is_tried_before_a_study(tmp_path: Path) -> None:
     assert executor.run({"fp_precision": "fp32"}, None, "").outcome == "invalid"
 
 
-def test_every_token_must_have_an_embedding(tmp_path: Path) -> None:
-    """The tokenizer has tokens that were added; the checkpoint was not resized."""
-    folder = save_encoder(tmp_path / "encoder")
-    tokenizer = load_tokenizer(str(folder))
-    tokenizer.add_tokens(["[PII]"])
-    tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["vocab_size"]  # then it is 30522, BERT's own
-    (folder / "config.json").write_text(json.dumps(config))
-    executor = tiny_executor(tmp_path, model={"encoder": str(folder)})
-    with pytest.raises(ModelError, match=r"its table has 30522 rows and the tokenizer has ids up to 30522"):
-        executor.check_study()
-
-
-def test_a_trial_goes_on_from_checkpoints_of_its_own_model_alone(tmp_path: Path) -> None:
+def test_checkpoint_key_depends_on_the_model(tmp_path: Path) -> None:
     """A folder's encoder may have been replaced under its name."""
     keys = set()
     for layers in (2, 1, 2):

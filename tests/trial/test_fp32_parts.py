@@ -1,4 +1,4 @@
-"""Trials with parts in fp32: what they record, refuse, and keep in their models."""
+"""Trials with parts in fp32."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import torch
 from support.tiny import tiny_executor, tiny_study
 from torch import Tensor, nn
 
-from hpo.config.trial_config import build_trial_config, parse_params
-from hpo.errors import Incompatible, InputError, ModelError, StudyFileError
+from hpo.errors import Incompatible, ModelError, StudyFileError
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.trial.compat import cache_key
 from hpo.trial.executor import Executor
+from hpo.trial.parts import TrialParts, build_trial
+from hpo.trial.run import checkpoint_key
 from hpo.trial.telemetry import TrialResult
-from hpo.trial.trial_parts import TrialParts, build_trial
-from hpo.trial.trial_run import checkpoint_key
 
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 PARTS = {"type": "categorical", "choices": [[], ["heads"], ["layers.0", "heads"]]}
@@ -39,7 +38,7 @@ def run(folder: Path, **training: Any) -> TrialResult:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("parts", [["heads"], ["layers.0", "heads.evidence"], ["attention", "norms"]])
-def test_a_trial_records_what_each_part_computed_in(tmp_path: Path, precision: str, parts: list[str]) -> None:
+def test_record_of_each_part(tmp_path: Path, precision: str, parts: list[str]) -> None:
     result = run(tmp_path, fp_precision=precision, fp32_parts=parts)
     assert result.outcome == Outcome.COMPLETE, result.reason
     assert result.telemetry["precision"]["agrees"]
@@ -57,7 +56,7 @@ def test_a_trial_records_what_each_part_computed_in(tmp_path: Path, precision: s
     assert counted == sum(result.telemetry["precision"]["observed"]["linear_products"].values())
 
 
-def test_a_comparison_leaves_out_the_parts_of_a_precision_without_fp32_weights(tmp_path: Path) -> None:
+def test_comparison_leaves_out_parts_without_fp32_weights(tmp_path: Path) -> None:
     """All precisions get the settings of the compared trial."""
     executor, low = executor_of(tmp_path, fp32_parts=["heads"]), {"fp_precision": "bf16-true"}
     with pytest.raises(Incompatible, match="`bf16-true` has no weights in fp32"):
@@ -79,7 +78,7 @@ class Autocast(nn.Linear):
             return super().forward(x).float()
 
 
-def test_a_part_that_was_not_fp32_does_not_agree(tmp_path: Path) -> None:
+def test_part_in_another_precision_does_not_agree(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, fp_precision="bf16", fp32_parts=["heads"])
     build_model = executor.loader.build_model
 
@@ -97,27 +96,13 @@ def test_a_part_that_was_not_fp32_does_not_agree(tmp_path: Path) -> None:
     assert observed == {"bfloat16": 1, "float32": 3}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_trial_without_parts_records_none(tmp_path: Path, precision: str) -> None:
-    assert "fp32_parts" not in run(tmp_path, fp_precision=precision).telemetry
-
-
 def test_fp32_ignores_the_parts(tmp_path: Path) -> None:
     with_parts, without = (run(tmp_path, fp_precision="fp32", fp32_parts=parts) for parts in (["heads"], []))
     assert with_parts.values == without.values
     assert with_parts.telemetry["precision"]["agrees"]
 
 
-def test_parts_are_searched(tmp_path: Path) -> None:
-    study = tiny_study(tmp_path, training={"fp_precision": "bf16"}, search_space={"fp32_parts": PARTS})
-    for value in ('["layers.0", "heads"]', ["layers.0", "heads"]):  # as Optuna holds it, and as it is given
-        config = build_trial_config(study, {"fp32_parts": value}, "fp32")
-        assert config.fp32_parts == ("layers.0", "heads")
-        assert config.amp.tf32 is False
-    assert build_trial_config(study, {"fp32_parts": "[]"}, "fp32").fp32_parts == ()
-
-
-def test_a_searched_part_reaches_the_trial(tmp_path: Path) -> None:
+def test_searched_part_reaches_the_trial(tmp_path: Path) -> None:
     space = {"fp32_parts": {"type": "categorical", "choices": [[], "auto", ["heads"]]}}
     executor = tiny_executor(tmp_path, training=TRAINING | {"fp_precision": "bf16"}, search_space=space)
     result = executor.run({"fp32_parts": '["heads"]'}, None, "")
@@ -128,8 +113,6 @@ def test_a_searched_part_reaches_the_trial(tmp_path: Path) -> None:
     ("training", "space", "message"),
     [
         ({"fp32_parts": "heads"}, {}, "training.fp32_parts: must be `auto` or a list of parts"),
-        ({"fp32_parts": [3]}, {}, "training.fp32_parts: must be `auto` or a list of parts"),
-        ({"fp32_parts": {"heads": "fp32"}}, {}, "training.fp32_parts: must be `auto` or a list of parts"),
         (
             {},
             {"fp32_parts": {"type": "categorical", "choices": ["heads"]}},
@@ -147,20 +130,15 @@ def test_a_searched_part_reaches_the_trial(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_nonsense_is_refused_in_the_study_file(
+def test_invalid_parts_in_the_study_file(
     tmp_path: Path, training: dict[str, Any], space: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(StudyFileError, match=message):
         tiny_study(tmp_path, training=TRAINING | training, search_space=space)
 
 
-def test_auto_needs_the_check(tmp_path: Path) -> None:
-    with pytest.raises(StudyFileError, match=r"compat.enabled: must be true, because `fp32_parts: auto`"):
-        tiny_study(tmp_path, training=TRAINING | {"fp32_parts": "auto"}, compat={"enabled": False})
-
-
 @pytest.mark.parametrize("searched", [False, True])
-def test_an_unknown_part_is_refused_before_the_study_starts(tmp_path: Path, searched: bool) -> None:
+def test_unknown_part_is_refused_before_the_study(tmp_path: Path, searched: bool) -> None:
     bad = ["heads.evidens"]
     space = {"fp32_parts": {"type": "categorical", "choices": [[], bad]}} if searched else {}
     training = TRAINING | ({} if searched else {"fp32_parts": bad})
@@ -169,7 +147,7 @@ def test_an_unknown_part_is_refused_before_the_study_starts(tmp_path: Path, sear
         executor.check_study()
 
 
-def test_parts_of_one_encoder_are_not_asked_of_another(tmp_path: Path) -> None:
+def test_parts_belong_to_their_encoder(tmp_path: Path) -> None:
     small = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     large = small | {"num_hidden_layers": 3}
     named = [dict(large)]  # YAML would write an alias for the same one
@@ -180,45 +158,8 @@ def test_parts_of_one_encoder_are_not_asked_of_another(tmp_path: Path) -> None:
     tiny_executor(tmp_path, model={}, training=TRAINING, search_space=space).check_study()
 
 
-def test_weights_in_bf16_end_the_trial(tmp_path: Path) -> None:
-    executor = executor_of(tmp_path, fp32_parts=["heads"])
-    result = executor.run({"fp_precision": "bf16-true"}, None, "")
-    assert result.outcome == Outcome.INCOMPATIBLE
-    assert "`bf16-true` has no weights in fp32" in result.reason
-
-
 def test_keys_contain_the_parts(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, fp_precision="bf16")
     trials = [parts_of(executor, fp32_parts=names) for names in ([], ["heads"], ["layers.0"])]
     assert len({cache_key(parts) for parts in trials}) == 3
     assert len({checkpoint_key("", parts) for parts in trials}) == 3
-
-
-def test_parameters_from_the_command_line() -> None:
-    assert parse_params(["fp32_parts=[heads, layers.0]"]) == {"fp32_parts": ("heads", "layers.0")}
-    with pytest.raises(InputError, match="must be `auto` or a list of parts"):
-        parse_params(["fp32_parts=heads"])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "training",
-    [
-        {"gradient_checkpointing": True},
-        {"attention": "eager"},
-        {"adapter": "lora", "base_precision": "int8"},
-        {"adapter": "lora", "base_precision": "bf16"},
-        {"freeze_layers": 1},
-        {"optimizer": "sgd", "pooling": "attention", "head_type": "mlp"},
-    ],
-    ids=lambda training: "-".join(training),
-)
-def test_parts_agree_with_other_settings(tmp_path: Path, training: dict[str, Any]) -> None:
-    if "adapter" in training:
-        pytest.importorskip("peft", reason="peft is not installed")
-    parts = ["embeddings", "layers.0", "heads"]
-    result = run(tmp_path, fp_precision="bf16", fp32_parts=parts, **training)
-    assert result.outcome == Outcome.COMPLETE, result.reason
-    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]["reason"]
-    by_part = result.telemetry["fp32_parts"]["by_part"]
-    assert by_part["layers.0"]["observed"].keys() == by_part["heads"]["observed"].keys() == {"float32"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.resumed_trials import weights_of
-from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
+from support.tiny import CPU, ENCODER, altered_executor
 from support.worker_process import run_until_killed
 from trial.test_part_search import SECOND, enlarge
 
@@ -20,9 +20,8 @@ from hpo.inference import model as inference
 from hpo.precision.parts import float32_modules
 from hpo.study.store.storage import open_storage
 from hpo.trial.best_model import TrialSource, export_checkpoint, with_scores
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Progress, TrialResult
+from hpo.trial.telemetry import Callbacks, Progress, TrialResult
 
 STUDY: dict[str, Any] = {
     "model": {"encoder": ENCODER | {"num_hidden_layers": 1}},
@@ -51,7 +50,7 @@ def run(folder: Path, url: str, checkpoints: str, killed_at: int | None = None) 
         return executor.run({}, folder / checkpoints, "trial", Callbacks(on_progress=on_progress))
 
 
-def test_a_killed_trial_goes_on_with_the_parts_that_it_found(tmp_path: Path, sqlite_url: str) -> None:
+def test_killed_trial_resumes_with_its_found_parts(tmp_path: Path, sqlite_url: str) -> None:
     run_until_killed(run, tmp_path, sqlite_url, "cut", killed_at=4)
     resumed = run(tmp_path, sqlite_url, "cut")
     whole = run(tmp_path, sqlite_url, "whole")
@@ -73,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Executor, Path, T
     return executor, folder / "checkpoints", result
 
 
-def test_the_best_model_has_the_parts(trained: tuple[Executor, Path, TrialResult]) -> None:
+def test_best_model_has_the_parts(trained: tuple[Executor, Path, TrialResult]) -> None:
     """Without them its logits would not be finite."""
     executor, folder, result = trained
     scored, statistics = with_scores(executor, folder, {}, result, "validation")
@@ -81,7 +80,7 @@ def test_the_best_model_has_the_parts(trained: tuple[Executor, Path, TrialResult
     assert statistics
 
 
-def test_an_export_has_the_parts(
+def test_export_has_the_parts(
     trained: tuple[Executor, Path, TrialResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor, folder, _ = trained
@@ -98,16 +97,3 @@ def test_an_export_has_the_parts(
 
 
 FP16 = frozenset({"avx512_fp16", "avx512_bf16", "amx_bf16", "amx_fp16"})
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_merged_adapter_has_the_parts_by_the_names_of_layers(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="peft is not installed")
-    query = "encoder.encoder.layer.0.attention.self.query"
-    training = {"max_steps": 2, "batch_size": 8, "max_length": 64, "adapter": "lora", "fp_precision": "bf16"}
-    parts = {"fp32_parts": [f"{query}.base_layer", "heads"]}
-    executor = tiny_executor(tmp_path, training=training | parts)
-    result = executor.run({}, tmp_path / "trial", "key")
-    assert result.outcome == "complete", result.reason
-    folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "out", TrialSource(0), merge=True)
-    assert hpo.load(folder, device="cpu", precision="fp32").settings.fp32_parts == (query, "heads")

@@ -1,4 +1,4 @@
-"""Measurements of modules that break on purpose: each is found, named and given its verdict."""
+"""Measurements of modules with planted faults."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Checkpointed(nn.Module):
         return nn.functional.dropout(torch.tanh(self.dense(hidden)), self.dropout, self.training)
 
 
-def test_activations_are_computed_again_and_nothing_is_dropped() -> None:
+def test_checkpointed_layer_recomputes_without_dropout() -> None:
     layer = Checkpointed()
     found = check(Broken(layer), "fp32")
     assert (found.verdict, found.measurement.gradient_cosine) == ("ok", pytest.approx(1))
@@ -122,7 +122,7 @@ def test_activations_are_computed_again_and_nothing_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
-def test_a_sound_model_is_ok_everywhere(name: str) -> None:
+def test_sound_model_is_ok(name: str) -> None:
     found = check(None, name)
     assert (found.verdict, found.reasons) == ("ok", ())
     measured = found.measurement
@@ -155,7 +155,7 @@ def test_a_sound_model_is_ok_everywhere(name: str) -> None:
         (raise_anywhere, "bf16 fp32", "invalid", "^fp32 raised ValueError: a bug"),
     ],
 )
-def test_what_is_broken_is_found_and_named(
+def test_broken_module_is_found_and_named(
     extra: nn.Module | Compute, names: str, verdict: str, reason: str
 ) -> None:
     for name in names.split():
@@ -164,8 +164,7 @@ def test_what_is_broken_is_found_and_named(
         assert re.search(reason, " ".join(found.reasons))
 
 
-def test_a_gradient_that_overflows_at_the_first_scale_gets_a_smaller_one() -> None:
-    """The first that training would back off to."""
+def test_loss_scale_backs_off_until_gradients_are_finite() -> None:
     layer = Checkpointed()
     found = check(Broken(layer), "fp16", init_scale=2.0**60)
     assert found.verdict == "ok"

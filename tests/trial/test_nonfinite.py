@@ -37,12 +37,12 @@ def hooked(change: Callable[[Tensor], Tensor], name: str = DENSE) -> MultitaskMo
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_sound_model_has_no_origin(recomputes: bool) -> None:
+def test_sound_model_has_no_origin(recomputes: bool) -> None:
     assert first(make_model(gradient_checkpointing=recomputes)) == (None, None)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_product_that_overflows(recomputes: bool) -> None:
+def test_overflowing_product(recomputes: bool) -> None:
     model = make_model(gradient_checkpointing=recomputes)
     nn.init.constant_(model.get_submodule(DENSE).weight, 3e4)
     nn.init.constant_(model.get_submodule("encoder.encoder.layer.1.intermediate.dense").bias, 10.0)
@@ -50,7 +50,7 @@ def test_a_product_that_overflows(recomputes: bool) -> None:
     assert first(model) == (said, DENSE)
 
 
-def test_a_cast_that_overflows() -> None:
+def test_overflowing_cast() -> None:
     model = make_model()
     nn.init.constant_(model.get_submodule(DENSE).weight, 1e6)
     said = f"aten._to_copy.default (float16) in {DENSE}, forward pass, inputs up to 1e+06"
@@ -58,14 +58,14 @@ def test_a_cast_that_overflows() -> None:
 
 
 @pytest.mark.parametrize("name", [DENSE, "encoder.encoder.layer.0", "encoder.embeddings", "heads.1.1"])
-def test_a_gradient_that_breaks_in_the_backward_pass(name: str) -> None:
+def test_broken_gradient(name: str) -> None:
     """The square root of zero is fine; its derivative is not."""
     operator, module = first(hooked(lambda output: output + (output * 0).sqrt(), name))
     assert module == name
     assert "backward pass" in operator
 
 
-def test_what_is_after_the_logits_is_the_loss() -> None:
+def test_broken_loss() -> None:
     def overflows(model: MultitaskModel) -> Tensor:
         return torch.stack([z.float().sum() for z in model(*make_batch()).values()]).sum() * math.inf
 
@@ -76,7 +76,7 @@ def test_what_is_after_the_logits_is_the_loss() -> None:
 
 
 @pytest.mark.parametrize(("keeps", "operator"), [(1, None), (0, "aten._softmax.default")])
-def test_a_mask_of_minus_infinity_is_no_origin_and_a_row_of_it_is(keeps: int, operator: str | None) -> None:
+def test_mask_is_no_origin_unless_it_fills_a_row(keeps: int, operator: str | None) -> None:
     def change(output: Tensor) -> Tensor:
         hidden = torch.arange(output.shape[-1]) >= keeps
         bias = torch.zeros(output.shape[-1]).masked_fill(hidden, -math.inf)
@@ -87,7 +87,7 @@ def test_a_mask_of_minus_infinity_is_no_origin_and_a_row_of_it_is(keeps: int, op
     assert module == (DENSE if operator else None)
 
 
-def test_a_weight_that_was_not_finite_before() -> None:
+def test_nonfinite_weight() -> None:
     model = make_model()
     with torch.no_grad():
         model.get_submodule(DENSE).weight[0, 0] = math.nan
@@ -96,7 +96,7 @@ def test_a_weight_that_was_not_finite_before() -> None:
     assert "inputs up to nan" in operator
 
 
-def test_a_constant_that_is_overwritten_is_no_origin() -> None:
+def test_overwritten_constant_is_no_origin() -> None:
     def change(output: Tensor) -> Tensor:
         return output + torch.full_like(output, math.inf).zero_()
 

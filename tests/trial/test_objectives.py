@@ -1,4 +1,4 @@
-"""What an objective can name and what it is worth."""
+"""The names and values of objectives and limits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 from support.jsonl_sets import write_set
 from support.tiny import tiny_executor, tiny_study
 
+from hpo.data.dataset import load_data
 from hpo.errors import InputError
 from hpo.report.data_check import DataCheck, check_data
 from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
 from hpo.trial.objectives import (
-    check_metric,
+    check_metrics,
     decision_metrics,
     objective_value,
 )
@@ -26,14 +27,27 @@ TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", (
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
 
 
-def test_score_is_the_mean_of_the_primary_metrics_of_all_tasks() -> None:
+def test_score_is_the_mean_of_primary_metrics() -> None:
     assert objective_value("score", METRICS, TASKS, {}) == pytest.approx(0.3)
 
 
-def test_no_task_drops_out_of_the_score() -> None:
+def test_missing_metric_is_an_error_and_never_nan() -> None:
     assert primary_mean(TASKS, METRICS | {"size": {}}) is None
-    with pytest.raises(InputError, match=r"score has no value on the validation split"):
-        objective_value("score", METRICS | {"size": {}}, TASKS, {})
+    for metric, metrics in (
+        ("score", METRICS | {"size": {}}),
+        ("size/r2", {"topic": {}, "size": {"r2": float("nan")}}),
+    ):
+        with pytest.raises(InputError, match=f"the metric {metric} has no value"):
+            objective_value(metric, metrics, TASKS, {})
+
+
+@pytest.mark.parametrize("key", ["objective.metric", "constraints"])
+def test_unknown_metric_gets_the_nearest_name(key: str, tmp_path: Path) -> None:
+    changes = {"objective": {"metric": "criteria/f1_macor"}, "constraints": {"criteria/f1_macor": {"min": 0}}}
+    section = key.partition(".")[0]
+    study = tiny_study(tmp_path, **{section: changes[section]})
+    with pytest.raises(InputError, match=rf"{key}: .*'criteria/f1_macor'\. Did you mean `criteria/f1_macro`"):
+        check_metrics(study, load_data(study.data))
 
 
 NUMBER_AND_CLASS = {
@@ -57,10 +71,9 @@ def load_and_check(folder: Path, **study: Any) -> DataCheck:
         ("topic/f1_macro", 1, False),
     ],
 )
-def test_a_metric_without_a_value_on_validation_is_refused_before_training(
+def test_metric_needs_a_value_on_validation(
     metric: str, num_sizes: int, is_refused: bool, check: Any, tmp_path: Path
 ) -> None:
-    """The r2 of one row is not defined."""
     labels = [{"topic": "ab"[n % 2], **({"size": n} if n < num_sizes else {})} for n in range(6)]
     splits = {
         split: [{"id": f"{split}{n}", "text": f"{split} {n}", "labels": one} for n, one in enumerate(labels)]
@@ -75,8 +88,7 @@ def test_a_metric_without_a_value_on_validation_is_refused_before_training(
         check(tmp_path, **study)
 
 
-def test_a_regression_that_diverged_counts_as_nothing_in_the_score_and_no_less() -> None:
-    """Otherwise it alone would decide the search: r2 has no lower bound, F1 has."""
+def test_negative_r2_counts_as_zero_in_the_score() -> None:
     diverged = METRICS | {"size": {"r2": -40.0}}
     assert objective_value("score", diverged, TASKS, {}) == 0.25
     assert objective_value("size/r2", diverged, TASKS, {}) == -40.0
@@ -85,27 +97,11 @@ def test_a_regression_that_diverged_counts_as_nothing_in_the_score_and_no_less()
     assert of_resamples.tolist() == [0.5, 0.75]
 
 
-@pytest.mark.parametrize(
-    ("metric", "metrics"),
-    [("score", {"topic": {}, "size": {}}), ("size/r2", {"topic": {}, "size": {"r2": float("nan")}})],
-)
-def test_no_value_is_an_error_and_never_nan(metric: str, metrics: dict[str, dict[str, float]]) -> None:
-    with pytest.raises(InputError, match=f"the metric {metric} has no value"):
-        objective_value(metric, metrics, TASKS, {})
-
-
-def test_what_no_step_has_measured_yet_is_nan_and_no_fault_of_the_data() -> None:
+def test_metric_without_a_measurement_is_nan() -> None:
     value = objective_value("train_tokens_per_second", METRICS, TASKS, {"train_tokens_per_second": None})
     assert math.isnan(value)
 
 
-def test_unknown_names_get_the_nearest() -> None:
-    for known in ("score", "topic/accuracy", "size/r2", "peak_memory_bytes"):
-        check_metric(known, TASKS)
-    with pytest.raises(InputError, match=r"'topic/accurcy'\. Did you mean `topic/accuracy`"):
-        check_metric("topic/accurcy", TASKS)
-
-
-def test_thresholds_are_chosen_for_the_objective_that_names_the_task() -> None:
+def test_thresholds_suit_the_objective_of_their_task() -> None:
     assert decision_metrics(["score", "tags/f1_micro"]) == {"tags": "f1_micro"}
     assert decision_metrics(["tags/f1_micro", "tags/exact_match"]) == {"tags": "f1_micro"}

@@ -24,11 +24,11 @@ def executor_of(folder: Path, **settings: Any) -> Executor:
     ("precision", "kind"),
     [("fp32", "bf16"), ("fp16", "int8"), ("bf16-true", "int8"), ("bf16-true", "bf16")],
 )
-def test_a_trial_resumes_bit_for_bit(tmp_path: Path, precision: str, kind: str) -> None:
+def test_resume_is_exact(tmp_path: Path, precision: str, kind: str) -> None:
     check_resume_is_exact(executor_of(tmp_path, optimizer_state=kind, fp_precision=precision), tmp_path)
 
 
-def test_telemetry_has_the_stored_formats(tmp_path: Path) -> None:
+def test_record_has_the_stored_formats(tmp_path: Path) -> None:
     names = ["fp32", "bf16", "int8"]
     kept = {
         name: executor_of(tmp_path, optimizer_state=name).run({}, None, "").telemetry["optimizer_state"]

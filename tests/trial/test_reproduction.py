@@ -15,10 +15,10 @@ from support.tiny import tiny_executor
 from hpo.errors import Preempted
 from hpo.training import loop
 from hpo.training.checkpoint import bits_digest
-from hpo.trial.callbacks import Callbacks
+from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
 from hpo.trial.reproduction import RecordedTrial, Reproduction, reproduce
-from hpo.trial.telemetry import ScoredEvaluation
+from hpo.trial.telemetry import Callbacks
 
 PARAMS = {"learning_rate": 5e-4, "fp_precision": "fp32"}
 
@@ -36,9 +36,9 @@ def recorded(
     """Run a trial and return its record. With `stop_after` it is stopped and resumed after a few steps."""
     evaluations: dict[int, Mapping[str, Any]] = {}
 
-    def note(scored: ScoredEvaluation) -> None:
-        metrics = scored.evaluation.metrics
-        evaluations[scored.evaluation.step] = {"score": scored.values[0], **metrics}
+    def note(scored: Evaluation) -> None:
+        metrics = scored.metrics
+        evaluations[scored.step] = {"score": scored.values[0], **metrics}
 
     def stop(progress: Any) -> None:
         if progress.step == stop_after:
@@ -67,7 +67,7 @@ def check_same(found: Reproduction) -> None:
     assert "is reproduced bit for bit" in found.text()
 
 
-def test_a_trial_is_reproduced(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+def test_trial_is_reproduced(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
     assert record.telemetry["num_steps"] == 6
     found = reproduce(executor, record, tmp_path / "again")
     check_same(found)
@@ -76,7 +76,7 @@ def test_a_trial_is_reproduced(executor: Executor, record: RecordedTrial, tmp_pa
     assert found.as_json()["same"] is True
 
 
-def test_a_resumed_trial_is_reproduced(executor: Executor, tmp_path: Path) -> None:
+def test_resumed_trial_is_reproduced(executor: Executor, tmp_path: Path) -> None:
     record = recorded(executor, tmp_path / "trial", stop_after=4)
     assert record.telemetry["resumed_from_step"] == 4
     found = reproduce(executor, record, tmp_path / "again")
@@ -84,19 +84,7 @@ def test_a_resumed_trial_is_reproduced(executor: Executor, tmp_path: Path) -> No
     assert found.cautions == ("The trial was resumed at step 4.",)
 
 
-def test_another_result_is_found(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    other = replace(record, params={**PARAMS, "learning_rate": 6e-4})
-    found = reproduce(executor, other, tmp_path / "again")
-    assert not found.same
-    assert found.weights == "different"
-    assert found.conditions == ()
-    text = found.text()
-    assert "Trial 7 is not reproduced bit for bit. The best weights: different." in text
-    assert "No recorded condition differs" in text
-    assert found.as_json()["same"] is False
-
-
-def test_one_bit_of_a_metric_is_found(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+def test_different_bit_of_a_metric(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
     step, metrics = record.evaluations[1]
     task, of_task = next((name, of) for name, of in metrics.items() if isinstance(of, Mapping) and of)
     name, value = next(iter(of_task.items()))
@@ -115,20 +103,7 @@ def test_one_bit_of_a_metric_is_found(executor: Executor, record: RecordedTrial,
     )
 
 
-def test_other_weights_are_found(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    found = reproduce(executor, changed(record, weights_digest="0" * 64), tmp_path / "again")
-    assert (found.same, found.weights, found.results) == (False, "different", ())
-
-
-def test_a_missing_evaluation_is_a_difference(
-    executor: Executor, record: RecordedTrial, tmp_path: Path
-) -> None:
-    found = reproduce(executor, replace(record, evaluations=record.evaluations[:1]), tmp_path / "again")
-    assert not found.same
-    assert "evaluation 2: step: recorded nothing, now 6" in found.text()
-
-
-def test_different_conditions_are_named(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+def test_different_conditions(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
     device = {**record.telemetry["device"], "name": "Other CPU", "torch": "1.0"}
     found = reproduce(executor, changed(record, device=device), tmp_path / "again")
     assert [one.name for one in found.conditions] == ["name", "torch"]
@@ -136,24 +111,7 @@ def test_different_conditions_are_named(executor: Executor, record: RecordedTria
     assert found.same, "the bits are the same all the same"
 
 
-def test_the_recorded_number_of_threads_is_used(
-    executor: Executor, record: RecordedTrial, tmp_path: Path
-) -> None:
-    before = torch.get_num_threads()
-    threads = before + 1
-    device = {**record.telemetry["device"], "num_threads": threads}
-    found = reproduce(executor, changed(record, device=device), tmp_path / "again")
-    assert not [one for one in found.conditions if one.name == "num_threads"]
-    assert torch.get_num_threads() == before
-
-
-def test_a_record_without_a_digest(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    found = reproduce(executor, changed(record, weights_digest=None), tmp_path / "again")
-    assert (found.same, found.weights) == (True, "not recorded")
-    assert "the record has no digest of the weights" in found.text()
-
-
-def test_a_halved_micro_batch_is_reproduced(
+def test_halved_micro_batch_is_reproduced(
     executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward_backward = loop.forward_backward
@@ -173,7 +131,7 @@ def test_a_halved_micro_batch_is_reproduced(
     assert "halved its micro-batch to 2" in caution
 
 
-def test_a_budget_of_seconds_is_reproduced_in_steps(executor: Executor, tmp_path: Path) -> None:
+def test_budget_of_seconds_is_reproduced_in_steps(executor: Executor, tmp_path: Path) -> None:
     params = {**PARAMS, "max_seconds": 0.2}
     record = recorded(executor, tmp_path / "trial", params)
     found = reproduce(executor, record, tmp_path / "again")
@@ -183,7 +141,7 @@ def test_a_budget_of_seconds_is_reproduced_in_steps(executor: Executor, tmp_path
     assert caution.startswith("The budget was 0.2 seconds, so learning rates followed the clock.")
 
 
-def test_the_recorded_parts_in_fp32_are_used(executor: Executor, tmp_path: Path) -> None:
+def test_recorded_fp32_parts_are_used(executor: Executor, tmp_path: Path) -> None:
     """`auto` may have found them for a trial with another seed."""
     params = {**PARAMS, "fp_precision": "bf16", "fp32_parts": ["heads"]}
     record = recorded(executor, tmp_path / "trial", params)
@@ -191,18 +149,11 @@ def test_the_recorded_parts_in_fp32_are_used(executor: Executor, tmp_path: Path)
     found = reproduce(executor, searched, tmp_path / "again")
     assert found.same, found.text()
     other = changed(record, fp32_parts={"resolved": []})
-    told = reproduce(executor, other, tmp_path / "other")
-    assert not told.same
+    found = reproduce(executor, other, tmp_path / "other")
+    assert (found.same, found.weights) == (False, "different")
 
 
-def test_an_unsupported_precision_is_told(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    found = reproduce(executor, replace(record, params={"fp_precision": "fp8"}), tmp_path / "again")
-    assert not found.same
-    assert found.outcome == "unsupported"
-    assert "is not reproduced: it ended as unsupported. `fp8` needs" in found.text()
-
-
-def test_the_digest_depends_on_every_bit_name_and_shape() -> None:
+def test_digest_depends_on_bits_names_and_shapes() -> None:
     weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.0, dtype=torch.bfloat16)}
     digest = bits_digest(weights)
     assert digest == bits_digest(dict(reversed(weights.items())))

@@ -1,4 +1,4 @@
-"""The record of a trial: the share of a GPU's peak rate, which is known for a few products alone."""
+"""Model FLOPs utilisation in the record of a trial."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> ThroughputMeter:
 def utilization_of(
     model: MultitaskModel, device: DeviceInfo, precision: str, meter: ThroughputMeter, frozen: str = "fp32"
 ) -> Any:
-    """The share of the peak that two ranks are said to reach."""
     amp = MixedPrecision(replace(PRECISIONS[precision], frozen=frozen), AmpConfig(), CPU)
     amp.device = device
     clock = TrainingClock(TrainState(), meter)
@@ -58,7 +57,7 @@ def utilization_of(
 
 
 @pytest.mark.parametrize(("name", "precision"), [(name, one) for name, of in PEAKS.items() for one in of])
-def test_the_share_of_the_peak_is_that_of_the_products(
+def test_utilization_uses_the_peak_of_the_products(
     model: MultitaskModel, steps: ThroughputMeter, name: str, precision: str
 ) -> None:
     flops = training_flops(model, 200, 20)
@@ -71,7 +70,6 @@ def test_the_share_of_the_peak_is_that_of_the_products(
     ("changes", "precision", "frozen"),
     [
         ({"name": "NVIDIA H100 PCIe"}, "bf16", "fp32"),
-        ({"name": "NVIDIA H100 NVL"}, "bf16", "fp32"),
         ({"name": "NVIDIA A100-SXM4-40GB MIG 1g.5gb"}, "bf16", "fp32"),
         ({"uuid": "MIG-5ef"}, "bf16", "fp32"),
         ({"gcn_arch": "gfx942"}, "bf16", "fp32"),
@@ -80,11 +78,11 @@ def test_the_share_of_the_peak_is_that_of_the_products(
         ({}, "bf16", "int8"),
     ],
 )
-def test_the_share_of_an_unknown_peak_is_none(
+def test_unknown_peak_has_no_utilization(
     model: MultitaskModel, steps: ThroughputMeter, changes: dict[str, str], precision: str, frozen: str
 ) -> None:
     assert utilization_of(model, replace(H100, **changes), precision, steps, frozen) is None
 
 
-def test_the_share_is_none_before_the_first_step(model: MultitaskModel) -> None:
+def test_no_utilization_before_the_first_step(model: MultitaskModel) -> None:
     assert utilization_of(model, H100, "bf16", ThroughputMeter(CPU)) is None

@@ -1,29 +1,13 @@
-"""Callbacks of a study's own code: what they see, how they end a trial, and what they must not do."""
+"""Callbacks of a study's own code."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
-import signal
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from support.command_line import (
-    finish,
-    hpo_command,
-    ok,
-    saved_steps,
-    start_hpo,
-    start_python,
-    stored,
-    wait_until,
-)
 from support.own_code_studies import write
 from support.resumed_trials import check_resume_is_exact, weights_of
 from support.tiny import CPU
@@ -34,12 +18,10 @@ from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.errors import InputError
 from hpo.extensions import CALLBACKS
-from hpo.models.multitask import MultitaskModel
-from hpo.training.budget import TrainState
-from hpo.trial.callbacks import Callbacks
+from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
-from hpo.trial.user_callbacks import UserCallbacks, make_callbacks
+from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.user_callbacks import make_callbacks
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -102,55 +84,22 @@ def run(executor: Executor, folder: Path | None = None, **params: Any) -> TrialR
     return executor.run(PARAMS | params, folder, "trial")
 
 
-def numpy_state() -> list[Any]:
-    return [str(part) for part in np.random.get_state()]
-
-
 def notes_of(file: Path) -> list[list[Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-CHANGES = """
-import hpo
-
-@hpo.callback("changes")
-class Changes:
-    def __init__(self, options):
-        pass
-
-    def on_step(self, state):
-        state.model.heads[0].eval()
-"""
-
-
-def test_the_mode_of_every_module_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = executor_of(tmp_path, CHANGES, training=STEPS | {"max_steps": 3})
-    modes: list[bool] = []
-    forward = MultitaskModel.forward
-
-    def note(model: MultitaskModel, *inputs: Any) -> Any:
-        if model.training and torch.is_grad_enabled():
-            modes.append(model.heads[0].training)
-        return forward(model, *inputs)
-
-    monkeypatch.setattr(MultitaskModel, "forward", note)
-    assert run(executor).outcome == "complete"
-    assert len(modes) >= 3
-    assert all(modes)
-
-
-def test_a_callback_of_another_study_is_not_called(tmp_path: Path) -> None:
+def test_callback_of_another_study_is_not_called(tmp_path: Path) -> None:
     """Code of a loaded model stays in use beside that of the study."""
     for name in ("other", "own"):
         (tmp_path / name).mkdir()
     other = executor_of(tmp_path / "other", NOTES)
     use_code(other.study.code, "a model", stays=True)
-    executor = executor_of(tmp_path / "own", CHANGES, training=STEPS | {"max_steps": 2})
+    executor = executor_of(tmp_path / "own", DRAWS, training=STEPS | {"max_steps": 2})
     assert "notes" in CALLBACKS
-    assert list(make_callbacks(config_of(executor), executor.study.code)) == ["changes"]
+    assert list(make_callbacks(config_of(executor), executor.study.code)) == ["draws"]
 
 
-def test_a_callback_sees_each_step_evaluation_and_end(tmp_path: Path) -> None:
+def test_callback_sees_steps_evaluations_and_the_end(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, NOTES, training=STEPS | {"max_steps": 4})
     executor.check_study()
     result = run(executor, **{"notes.file": str(tmp_path / "notes")})
@@ -169,22 +118,18 @@ def test_a_callback_sees_each_step_evaluation_and_end(tmp_path: Path) -> None:
     assert [one[4] for one in seen] == [""] * 5 + ["complete"]
 
 
-def test_without_callbacks_nothing_is_recorded(tmp_path: Path) -> None:
-    assert "callback_seconds" not in run(executor_of(tmp_path, "")).telemetry
-
-
 @pytest.mark.parametrize(("end_at", "steps", "evaluated"), [(3, 3, [3]), (8, 8, [8]), (10, 10, [8, 10])])
-def test_a_text_of_on_step_ends_the_trial_with_an_evaluation(
+def test_callback_ends_the_trial_after_an_evaluation(
     tmp_path: Path, end_at: int, steps: int, evaluated: list[int]
 ) -> None:
-    made: list[ScoredEvaluation] = []
+    made: list[Evaluation] = []
     executor = executor_of(tmp_path, NOTES)
     result = executor.run(
         PARAMS | {"notes.end_at": end_at}, tmp_path / "trial", "trial", Callbacks(made.append)
     )
     assert str(result.outcome) == "complete"
-    assert [one.evaluation.step for one in made] == evaluated
-    assert [one.evaluation.index for one in made] == [*range(1, len(made) + 1)]
+    assert [one.step for one in made] == evaluated
+    assert [one.index for one in made] == [*range(1, len(made) + 1)]
     assert result.telemetry["num_steps"] == steps
     assert result.reason == (
         f"Training ended early at step {steps}, at {steps / 16:.0%} of its budget: enough (callback notes)."
@@ -205,12 +150,6 @@ class Ends:
     def on_evaluation(self, state):
         return "good enough"
 """
-
-
-def test_a_text_of_on_evaluation_ends_the_trial_there(tmp_path: Path) -> None:
-    result = run(executor_of(tmp_path, ENDS, evaluation={"per_trial": 4}))
-    assert (str(result.outcome), result.telemetry["num_steps"]) == ("complete", 4)
-    assert "at 25% of its budget: good enough (callback ends)." in result.reason
 
 
 DRAWS = """
@@ -237,7 +176,7 @@ class Draws:
 """
 
 
-def test_a_callback_changes_nothing_in_the_trial(tmp_path: Path) -> None:
+def test_callback_changes_nothing_in_the_trial(tmp_path: Path) -> None:
     results = {}
     for name, source in {"with": DRAWS, "without": ""}.items():
         folder = tmp_path / name
@@ -247,18 +186,6 @@ def test_a_callback_changes_nothing_in_the_trial(tmp_path: Path) -> None:
         weights = weights_of(folder / "trial")
         results[name] = (result.values, {key: one.tolist() for key, one in weights.items()})
     assert results["with"] == results["without"]
-
-
-def test_the_global_generators_are_restored(tmp_path: Path) -> None:
-    executor_of(tmp_path, DRAWS)
-    config: Any = SimpleNamespace(option={})
-    callbacks = UserCallbacks(config, {}, torch.nn.Linear(2, 2), TrainState())
-    callbacks.make()
-    states = torch.get_rng_state(), random.getstate(), numpy_state()
-    callbacks.call("on_step")
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert numpy_state() == states[2]
 
 
 BROKEN = """
@@ -302,7 +229,7 @@ class Broken:
         ("pass", "raise ValueError", "raise OSError('disk')", "`broken` failed in on_step: .*ValueError"),
     ],
 )
-def test_a_fault_of_a_callback_ends_the_trial_as_failed(
+def test_faulty_callback_fails_its_trial(
     tmp_path: Path, init: str, step: str, end: str, message: str
 ) -> None:
     result = run(executor_of(tmp_path, BROKEN.format(init=init, step=step, end=end)))
@@ -320,94 +247,18 @@ def test_a_fault_of_a_callback_ends_the_trial_as_failed(
         (ENDS.replace("pass", "raise OSError"), r"own_kind\.py:8: OSError"),
     ],
 )
-def test_a_callback_is_checked_before_the_study_is_made(tmp_path: Path, source: str, message: str) -> None:
+def test_callback_is_checked_before_the_study_is_made(tmp_path: Path, source: str, message: str) -> None:
     executor = executor_of(tmp_path, source)
     with pytest.raises(InputError, match=message):
         executor.check_study()
 
 
-def test_a_resumed_trial_with_a_callback_ends_as_one_that_nobody_stopped(tmp_path: Path) -> None:
+def test_resume_with_a_callback_is_exact(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, NOTES, evaluation={"per_trial": 4})
     check_resume_is_exact(executor, tmp_path, 9, **PARAMS, **{"notes.end_at": 10})
 
 
-def test_a_trial_with_a_callback_goes_on_after_kill_9(tmp_path: Path) -> None:
-    executor_of(  # writes the study
-        tmp_path,
-        NOTES,
-        training={**STEPS, "max_steps": 120, "notes.file": "notes", "notes.end_at": 100},
-        evaluation={"per_trial": 10, "patience": 10},
-        checkpoint={"every_seconds": 0.05},
-        n_trials=1,
-    )
-    process = start_hpo(tmp_path, "run", "tiny.yaml")
-    wait_until(lambda: bool(saved_steps(tmp_path)), process)
-    process.kill()
-    assert finish(process).exit_code == -signal.SIGKILL
-    assert stored(tmp_path).counts["done"] == 0, "killed too late to test anything"
-    ok(finish(start_hpo(tmp_path, "run", "tiny.yaml")))
-    (trial,) = stored(tmp_path).trials
-    assert (trial.outcome, trial.telemetry["num_steps"]) == ("complete", 100)
-    assert trial.telemetry["resumed_from_step"] > 0
-    assert trial.telemetry["stopped_early"].endswith("enough (callback notes).")
-    seen = notes_of(tmp_path / "notes")
-    assert [one for one in seen if one[0] == "end"] == [["end", 100, 0.833, seen[-1][3], "complete"]]
-
-
-def test_of_several_ranks_the_first_alone_has_callbacks(tmp_path: Path) -> None:
-    settings = {**STEPS, "notes.file": "notes", "notes.end_at": 3}
-    executor_of(tmp_path, NOTES, training=settings, n_trials=1)
-    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hpo")
-    ended = finish(start_python(tmp_path, *module, "worker", "tiny.yaml"))
-    assert ended.exit_code == 0, ended.err
-    (trial,) = stored(tmp_path).trials
-    assert (trial.outcome, trial.telemetry["num_steps"]) == ("complete", 3)
-    seen = [one[:2] for one in notes_of(tmp_path / "notes")]
-    assert seen == [["step", 1], ["step", 2], ["step", 3], ["evaluation", 3], ["end", 3]]
-
-
-def test_energy_and_on_step_exclude_each_other(tmp_path: Path) -> None:
+def test_energy_excludes_on_step(tmp_path: Path) -> None:
     limits = {"train_joules_per_example": {"max": 1.0}}
     with pytest.raises(InputError, match=r"`notes` has `on_step`, so train_joules_per_example"):
         executor_of(tmp_path, NOTES, constraints=limits).check_study()
-
-
-SLOW = """
-import time
-
-import hpo
-
-
-@hpo.callback("slow")
-class Slow:
-    def __init__(self, options):
-        pass
-
-    def on_step(self, state):
-        time.perf_counter.skip(1000)
-
-    on_evaluation = on_end = on_step
-"""
-
-
-class SkippingClock:
-    """The clock of this machine, which a callback can set forward."""
-
-    def __init__(self) -> None:
-        self.read, self.ahead = time.perf_counter, 0.0
-
-    def skip(self, seconds: float) -> None:
-        self.ahead += seconds
-
-    def __call__(self) -> float:
-        return self.read() + self.ahead
-
-
-def test_the_time_of_callbacks_is_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = executor_of(tmp_path, SLOW)
-    monkeypatch.setattr(time, "perf_counter", SkippingClock())
-    record = run(executor).telemetry
-    assert record["callback_seconds"] >= 1000 * (15 + 2 + 1)
-    assert record["train_seconds"] + record["evaluation_seconds"] < 1000
-    assert record["throughput"]["train_examples_per_second"] > 8 / 1000 * 15

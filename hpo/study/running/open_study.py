@@ -36,7 +36,7 @@ from hpo.trial.executor import Executor
 from hpo.trial.own_executor import build_executor
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
-"""Where the trials of an open study run; `in workers`: in processes that this one starts (`run_workers`)."""
+"""Processes of the trials of an open study; `in workers`: in the processes of `run_workers`."""
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class OpenOptions:
     """False for a worker that joins: the stored `n_trials` stays as it is."""
     trials_run: TrialsRun = "in this process"
     is_file: bool = False
-    """Whether the study is from the user's file, and not the definition in the database (`check_trust`)."""
+    """True if the study is from the user's file, and not from the database (`check_trust`)."""
     trust_remote_code: bool = False
     stop: Stop | None = None
     """A worker's stop: it waits for a database that is away."""

@@ -87,7 +87,7 @@ class Stop(threading.Event):
         self.deadline = time.monotonic() + (timeout or math.inf)
         """No trial begins after this, by the monotonic clock."""
         self.can_checkpoint = False
-        """Whether trials may run. Before, the first SIGINT ends the process: there is nothing to keep."""
+        """True once trials may run. Before, the first SIGINT ends the process: there is nothing to keep."""
         self._out_of_time = False
         self._first = threading.Lock()
         self._wakeups: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
@@ -102,7 +102,7 @@ class Stop(threading.Event):
 
     @property
     def asks_for_requeue(self) -> bool:
-        """Whether the job asks its scheduler to run it again: at the end of its time, or at a warning.
+        """True at the end of the job's time, or at a warning: the job asks its scheduler to run it again.
 
         After SIGTERM the scheduler requeues or cancels by itself; after SIGINT a person decides.
         """

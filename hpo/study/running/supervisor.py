@@ -189,7 +189,7 @@ class _Worker:
 
     @property
     def died(self) -> bool:
-        """Whether it ended in a way that may not happen again."""
+        """True if another start may end in another way."""
         return self.process.returncode not in (0, InputError.exit_code, _STOPPED)
 
     @property

@@ -54,11 +54,11 @@ from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import bind_data
+from hpo.training.evaluate import Evaluation
 from hpo.trial.best_model import with_scores
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import checked_on
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import Callbacks, Progress, TrialResult
 
 RunTrial = Callable[[optuna.trial.Trial, Lease], TrialResult]
 """Runs one trial. It calls `Lease.check` between steps, to stop when another worker has the trial."""
@@ -312,9 +312,9 @@ class TrialRunner:
             result = with_shared_device(result, executor.study.named_metrics)
         return result
 
-    def _report(self, lease: Lease, attributes: Mapping[str, Any], scored: ScoredEvaluation) -> None:
+    def _report(self, lease: Lease, attributes: Mapping[str, Any], scored: Evaluation) -> None:
         """Store an evaluation. Raises Pruned if the pruner stops the trial, Paused if it pauses."""
-        evaluation = scored.evaluation
+        evaluation = scored
         row = EvaluationRow(
             step=evaluation.step,
             epoch=evaluation.epoch,

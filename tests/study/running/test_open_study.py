@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +10,9 @@ import fsspec
 import optuna
 import pytest
 import sqlalchemy as sa
-from support.fake_nvml import FakeNvml
-from support.tiny import CPU, GPU
+from support.tiny import CPU
 from support.worker_process import begin, evaluate, run_trials, study, worker_on
 
-from hpo.config.limits import ENERGY
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.errors import DataError, InputError
 from hpo.study.running import open_study as module
@@ -27,7 +22,7 @@ from hpo.study.running.worker import run_study
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.trial.trial_parts import fit_pruner
+from hpo.trial.parts import fit_pruner
 
 
 class FakeExecutor:
@@ -225,18 +220,3 @@ def test_precision_of_a_preset_must_run_here(on_unsupported: str, preset: str, p
             check_precisions(preset_study)
     fixed = study(search_space={}, training={"fp_precision": "fp32"}, amp=amp)
     assert check_precisions(resolve_study(fixed, CPU)) == {}
-
-
-@pytest.mark.parametrize(
-    ("workers", "uuid", "reason"),
-    [("1", "GPU-0", ""), ("2", "GPU-0", "other workers share this GPU"), ("1", "GPU-1", "Not Found")],
-)
-def test_energy_is_checked_before_the_first_trial(
-    monkeypatch: pytest.MonkeyPatch, workers: str, uuid: str, reason: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": lambda: 1}))
-    monkeypatch.setattr(module, "probe_device", lambda _: replace(GPU, uuid=uuid))
-    monkeypatch.setenv(WORKERS_ON_DEVICE, workers)
-    config = study(objective={"metric": ENERGY, "direction": "minimize"})
-    with pytest.raises(InputError, match=reason) if reason else nullcontext():
-        module._resolve_here(config, "in this process")

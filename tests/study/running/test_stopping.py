@@ -105,7 +105,7 @@ def test_time_in_the_past(text: str) -> None:
         parse_time(text)
 
 
-def test_the_earlier_end_counts() -> None:
+def test_earlier_end_counts() -> None:
     assert end_of_job(None, {}) is None
     assert end_of_job(None, {"SLURM_JOB_END_TIME": "12"}) == 12
     in_an_hour = parse_time("+3600")
@@ -114,6 +114,6 @@ def test_the_earlier_end_counts() -> None:
         end_of_job(None, {"SLURM_JOB_END_TIME": "NONE"})
 
 
-def test_a_job_whose_end_has_passed_stops_at_once() -> None:
+def test_overdue_job_stops_at_once() -> None:
     with stop_on_signals(12.0) as stop:
         wait_for(stop.is_set)

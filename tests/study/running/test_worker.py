@@ -21,23 +21,21 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.errors import DataError, Paused
 from hpo.outcome import Outcome
-from hpo.study.checkpoints import keep_best
-from hpo.study.checkpoints.keep_best import without_checkpoints
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import best_trials
 from hpo.study.running import worker as worker_module
 from hpo.study.running.open_study import OpenStudy
 from hpo.study.running.stopping import RunSummary, Stop
 from hpo.study.running.supervisor import DeviceShare, WorkerProcesses
 from hpo.study.running.worker import TrialRunner, run_study, with_shared_device
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR
+from hpo.study.sampling.promotion import PAUSED_ATTR
 from hpo.study.store import optuna_internals
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study, read_stored
+from hpo.training.evaluate import Evaluation
 from hpo.trial.compat import checked_on
-from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+from hpo.trial.telemetry import TrialResult
 
 
 def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
@@ -158,9 +156,20 @@ def executor_of(config: StudyConfig, folder: Path, run: Callable[..., Any] = com
 
 
 def scored(index: int, budget_used: float, values: tuple[float | None, ...], broken: str = "") -> Any:
-    facts = {"budget_used": budget_used, "seconds": 1.0, "epoch": 1.0, "metrics": {}, "rates": {}}
-    evaluation: Any = SimpleNamespace(step=index, index=index, **facts)
-    return ScoredEvaluation(evaluation, values, broken)  # type: ignore[arg-type]
+    return Evaluation(
+        step=index,
+        epoch=1.0,
+        budget_used=budget_used,
+        seconds=1.0,
+        metrics={},
+        decisions={},
+        examples_per_second=None,
+        train_loss=0.5,
+        index=index,
+        rates={},
+        values=values,  # type: ignore[arg-type]
+        ends_trial=broken,
+    )
 
 
 @pytest.mark.parametrize(("start", "end"), [(False, False), (True, True), (False, True), (True, False)])
@@ -223,51 +232,6 @@ def test_trial_pauses_at_a_rung_with_a_finite_value(
     [trial] = storage.load_study(config.name).trials
     assert trial.user_attrs.get(PAUSED_ATTR) == paused_at
     assert storage.trial_counts(config.name).get("paused", 0) == (paused_at is not None)
-
-
-def test_trials_of_several_objectives_are_promoted_by_fronts(storage: Storage, tmp_path: Path) -> None:
-    """A batch size is the memory it takes. Every score is 1 better at the rung than at the end.
-
-    No whole front continues: at least two trials, `keep` for each objective, the ends of the front first.
-    """
-    scores = dict(enumerate((0.1, 0.3, 0.2, 0.5, 0.4, 0.45, 0.9, 0.6, 0.8), 1))
-    config = study(
-        9,
-        objective=[{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}],
-        sampler={"name": "grid"},
-        search_space={"batch_size": {"type": "categorical", "choices": list(scores)}},
-        pruner={"name": "promote", "starts": 0.2, "keep": 1},
-    )
-    done: dict[str, int] = {}
-
-    def run(params: dict[str, Any], _folder: Path, key: str, callbacks: Any, **_: Any) -> Any:
-        size = params["batch_size"]
-        for index in range(done.get(key, 0) + 1, 6):
-            done[key] = index
-            values = (scores[size] + (index < 5), float(size))
-            try:
-                callbacks.on_evaluation(scored(index, index / 5, values))
-            except Paused:
-                return result("paused", telemetry={"device": {}})
-        return result("complete", values=values, telemetry={"device": {}})
-
-    create_or_resume_study(storage, config)
-    make_and_run(config, storage, TrialRunner(executor_of(config, tmp_path, run), storage, Stop()))
-    record, stored = read_study(storage, config.name), storage.load_study(config.name)
-    complete = {trial.params["batch_size"] for trial in record.trials if trial.outcome == "complete"}
-    assert {1, 7} <= complete, "the ends of the front 7, 4, 2, 1"
-    assert 2 <= len(complete) <= 4, "and the best third of a rung before all had begun"
-    for trial in stored.trials:
-        size, is_complete = trial.params["batch_size"], trial.state.name == "COMPLETE"
-        assert trial.values == [scores[size] + (not is_complete), size]
-        paused_at, resumed_at = trial.user_attrs[PAUSED_ATTR], trial.user_attrs.get(RESUMED_ATTR, 0.0)
-        assert (paused_at == resumed_at) == is_complete, "it ended where it paused"
-    by_score = sorted(complete, key=lambda size: scores[size], reverse=True)
-    front = [size for rank, size in enumerate(by_score) if size <= min(by_score[: rank + 1])]
-    assert [trial.params["batch_size"] for trial in best_trials(record)] == front
-    ended = [keep_best._ended(trial) for trial in stored.trials]
-    kept = {trial.number for trial in record.trials} - without_checkpoints(ended, config.directions, 4)
-    assert {stored.trials[number].params["batch_size"] for number in kept} == {*front}
 
 
 # The worker of an open study

@@ -1,7 +1,6 @@
-"""Export of a trained model to an ONNX graph in fp32, which onnxruntime runs without PyTorch.
+"""The fp32 ONNX form: a graph that onnxruntime runs without PyTorch.
 
-`torch.onnx` writes the graph: it comes with PyTorch and follows its operators, which `optimum-onnx` lags
-behind.
+`torch.onnx` writes the graph: it comes with PyTorch and knows its operators. `optimum-onnx` lags behind.
 """
 
 from __future__ import annotations
@@ -28,31 +27,28 @@ from hpo.versions import install_hint, installed_versions
 
 LARGEST_BYTES = 2**31 - 2**20
 """Limit of the weights in one file: protobuf's limit, less room for the graph."""
-
 LARGEST_DIFFERENCE = 1e-4
-"""Between the logits of the graph and of PyTorch, of logits up to 1, or relative to larger ones."""
-
+"""Largest difference between logits of the graph and of PyTorch, relative to logits above 1."""
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime")
 """Packages to write and run graphs."""
 _CHATTY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 
 def export_onnx(model: TrainedModel, directory: Path) -> Path:
-    """Write a folder that `hpo.load` loads, and that onnxruntime and tokenizers suffice to use.
+    """Write a folder for `hpo.load`; onnxruntime and tokenizers suffice to use it.
 
         model.onnx               input_ids, attention_mask [, token_type_ids] -> logits_<task> of each task
         tokenizer.json ...       the tokenizer, and config.json of the encoder
         hpo.json                 tasks, `ExportSettings`, and under `onnx` the `OnnxSettings`
 
-    Any number of windows and tokens may be given to the graph. The folder appears at once or not at all.
+    The graph takes any number of windows and tokens. The folder appears at once or not at all.
 
-    Raises ModelError where `directory` holds anything but an earlier export, the model's weights are not in
-    fp32, it cannot be exported, or the graph gives other logits than the model.
+    Raises ModelError if `directory` is not free, the weights are not fp32, the export fails, or the graph
+    computes other logits than the model.
     """
-    network = _plain(model)
+    network = _plain_copy(model)
     require("onnx", "onnxscript")
-    windowing = model.settings.windowing
-    batches = _batches(network, min(windowing.max_length, 512))
+    batches = _batches(network, min(model.settings.windowing.max_length, 512))
     with new_folder(directory) as folder:
         proto = _graph(network, batches[0])
         (folder / "model.onnx").write_bytes(proto.SerializeToString())
@@ -60,8 +56,7 @@ def export_onnx(model: TrainedModel, directory: Path) -> Path:
         _check_logits(network, OnnxNetwork(folder / "model.onnx", model.tasks, settings), batches)
         model.tokenizer.save_pretrained(folder)
         network.encoder.config.save_pretrained(folder)
-        content = export_metadata(network, model.settings)
-        write_onnx_metadata(folder, content, settings)
+        write_onnx_metadata(folder, export_metadata(network, model.settings), settings)
     return directory
 
 
@@ -74,17 +69,25 @@ def write_onnx_metadata(folder: Path, content: dict[str, Any], onnx_settings: On
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep warnings of exporters, for example of a missing torchvision, from the user's terminal."""
-    loggers = [logging.getLogger(name) for name in _CHATTY]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
+    levels = {name: logging.getLogger(name).level for name in _CHATTY}
+    # onnxruntime warns on the root logger, which would get a printing handler if it has none.
+    root, handler = logging.getLogger(), logging.NullHandler()
+    root.addHandler(handler)
+    root.addFilter(_is_error)
+    with warnings.catch_warnings(action="ignore"):
+        for name in levels:
+            logging.getLogger(name).setLevel(logging.ERROR)
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+            root.removeFilter(_is_error)
+            root.removeHandler(handler)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 class _Positional(nn.Module):
@@ -98,15 +101,12 @@ class _Positional(nn.Module):
         return tuple(self.network(*inputs).values())
 
 
-def _plain(model: TrainedModel) -> MultitaskModel:
-    """Copy the model's network to the CPU, in fp32 and in evaluation mode."""
+def _plain_copy(model: TrainedModel) -> MultitaskModel:
+    """Copy the network to the CPU in evaluation mode. Raises ModelError if its weights are not fp32."""
     network = model.network
     if not isinstance(network, MultitaskModel):
         raise ModelError("an ONNX export is made of a PyTorch export, but this model is ONNX already.")
-    dtypes = {
-        str(one.dtype).removeprefix("torch.") for one in network.parameters() if one.is_floating_point()
-    }
-    if dtypes != {"float32"} or model.precision == "fp8":
+    if {one.dtype for one in network.parameters()} != {torch.float32} or model.precision == "fp8":
         raise ModelError(
             f"a model is exported to ONNX in fp32, but this one is in {model.precision}. Load it with "
             'precision="fp32".'
@@ -124,7 +124,7 @@ def _plain(model: TrainedModel) -> MultitaskModel:
 
 
 def _batches(network: MultitaskModel, longest: int) -> list[tuple[Tensor, ...]]:
-    """Batches to trace and to check with: three windows, one of one token, and one window alone."""
+    """Make batches to trace and to check: three windows (the last has one token), and one window alone."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = getattr(network.encoder.config, "vocab_size", 2)
     batches = []
@@ -137,7 +137,7 @@ def _batches(network: MultitaskModel, longest: int) -> list[tuple[Tensor, ...]]:
 
 
 def _graph(network: MultitaskModel, batch: tuple[Tensor, ...]) -> Any:
-    """The `onnx.ModelProto`. Raises ModelError where the exporter fails."""
+    """Return the `onnx.ModelProto`. Raises ModelError if the exporter fails."""
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
         with quiet(), torch.no_grad():
@@ -150,48 +150,17 @@ def _graph(network: MultitaskModel, batch: tuple[Tensor, ...]) -> Any:
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as error:  # of many kinds: what the exporter, onnxscript or the encoder's own code raise
+    except Exception as error:  # from the exporter, onnxscript or the encoder's own code
         raise ModelError(
             f"{type(network.encoder).__name__} cannot be exported to ONNX ({type(error).__name__}: "
             f"{shorten(str(error), 200)}). Use its PyTorch export."
         ) from error
     proto: Any = program.model_proto  # type: ignore[union-attr]
-    _products_of_matrices(proto.graph)
-    _without_paths(proto)
+    _remove_paths(proto)
     return proto
 
 
-def _products_of_matrices(graph: Any) -> None:
-    """Replace each Gemm (heads of pooled texts) by a MatMul and an Add, as in other layers.
-
-    Quantisation does so too, with other names.
-    """
-    from onnx import helper, numpy_helper
-
-    weights = {one.name: one for one in graph.initializer}
-    nodes = []
-    for node in graph.node:
-        options = {one.name: helper.get_attribute_value(one) for one in node.attribute}
-        is_plain = options.pop("transB", 0) == 1 and options.pop("transA", 0) == 0
-        is_plain = is_plain and all(scale == 1 for scale in options.values())
-        if node.op_type != "Gemm" or not is_plain or node.input[1] not in weights:
-            nodes.append(node)
-            continue
-        inputs, weight, *bias = node.input
-        transposed = numpy_helper.to_array(weights[weight]).T.copy()
-        product = f"{node.output[0]}_product" if bias else node.output[0]
-        graph.initializer.append(numpy_helper.from_array(transposed, f"{weight}_transposed"))
-        nodes.append(helper.make_node("MatMul", [inputs, f"{weight}_transposed"], [product], node.name))
-        if bias:
-            nodes.append(helper.make_node("Add", [product, *bias], node.output, f"{node.name}_bias"))
-    used = {name for node in nodes for name in node.input}
-    initializers = [one for one in graph.initializer if one.name in used]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(nodes)
-    graph.initializer.extend(initializers)
-
-
-def _without_paths(proto: Any) -> None:
+def _remove_paths(proto: Any) -> None:
     graph = proto.graph
     for node in graph.node:
         del node.metadata_props[:]
@@ -201,16 +170,16 @@ def _without_paths(proto: Any) -> None:
 
 
 def _check_logits(network: MultitaskModel, graph: OnnxNetwork, batches: list[tuple[Tensor, ...]]) -> None:
-    """Raise ModelError where the graph gives other logits than PyTorch, at real tokens."""
+    """Raise ModelError if the graph's logits of real tokens differ from PyTorch's."""
     for batch in batches:
         with torch.no_grad():
             expected, computed = network(*batch), graph(*batch)
         is_real_BL = batch[1].bool()
         for task in network.tasks:
-            wanted, got = expected[task.name], computed[task.name]
+            theirs, ours = expected[task.name], computed[task.name]
             if task.level == "token":
-                wanted, got = wanted[is_real_BL], got[is_real_BL]
-            difference = float((wanted - got).abs().max() / wanted.abs().max().clamp(min=1))
+                theirs, ours = theirs[is_real_BL], ours[is_real_BL]
+            difference = float((theirs - ours).abs().max() / theirs.abs().max().clamp(min=1))
             if not difference <= LARGEST_DIFFERENCE:
                 raise ModelError(
                     f"the ONNX graph of {type(network.encoder).__name__} must give PyTorch's logits, but "
@@ -219,7 +188,7 @@ def _check_logits(network: MultitaskModel, graph: OnnxNetwork, batches: list[tup
 
 
 def require(*packages: str) -> None:
-    """Raise ModelError where a package of the extra `onnx` is missing."""
+    """Raise ModelError if a package of the extra `onnx` is missing."""
     for package in packages:
         try:
             importlib.import_module(package)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
-from hpo.tasks.kind import Task
 from hpo.training import distributed
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.clock import TrainingClock
@@ -34,30 +32,30 @@ from hpo.training.evaluate import Evaluation
 from hpo.training.loop import AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
-from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import CompatibilityCache, check_compatibility
 from hpo.trial.part_search import find_parts
-from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
-from hpo.trial.trial_parts import TrialParts, training_args
+from hpo.trial.parts import TrialParts, training_args
+from hpo.trial.telemetry import Callbacks, Progress, TrialRecorder, training_facts
 from hpo.trial.user_callbacks import UserCallbacks
 
 
 def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
-    """What a checkpoint of the trial `resume_key` must have for it to go on from there."""
+    """Return the key that a checkpoint of the trial `resume_key` must have for a resume."""
     shapes = [(name, tuple(weight.shape)) for name, weight in parts.model.state_dict().items()]
     used = hashlib.blake2b(repr(shapes).encode() + parts.used_ids.tobytes(), digest_size=8).hexdigest()
-    precision = parts.resolution.effective
     code = "".join(f"/{sha}" for sha in parts.study.code.values())
-    # All that decides which modules are in fp32; each trial without has the key that it always had.
     code += "".join(f"/{part}" for part in parts.config.fp32_parts)
     base = f"/{parts.resolution.base}/{base_digest(parts.model)}" if has_adapter(parts.model) else ""
-    return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}{code}{base}"
+    precision, device = parts.resolution.effective, parts.device.type
+    return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{device}/{used}{code}{base}"
 
 
 class TrialRun(BaseRun):
     """One running trial with the training loop of this package."""
 
     parts: TrialParts
+    optimizer: torch.optim.Optimizer
+    user_callbacks: UserCallbacks
 
     def __init__(
         self,
@@ -69,60 +67,45 @@ class TrialRun(BaseRun):
     ) -> None:
         super().__init__(parts, recorder, callbacks, energy_counter)
         self.cache = cache
+        self.tasks = parts.loss_fn.tasks
         self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
         self.state.micro_batch_size = self.args.micro_batch_size
-        self.no_parts = ""
-        """The reason if `fp32_parts: auto` found nothing that helps."""
 
     def run(
         self, folder: Path | None, resume_key: str, mirror: CheckpointMirror | None = None
     ) -> tuple[float, ...]:
-        """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
-        self._find_float32_parts()
-        self.base_digest = base_digest(self.parts.model)
-        return super().run(folder, resume_key, mirror)
-
-    def _checkpoint_key(self, resume_key: str) -> str:
-        return checkpoint_key(resume_key, self.parts)
-
-    def _run(self) -> None:
+        no_parts = self._find_float32_parts()
         parts = self.parts
-        more = filter(None, [self.no_parts])
-        distributed.decide(lambda: self.judge(check_compatibility(parts, self.cache), *more))
-        with distributed.memory_agreed("Search smaller encoders."):
-            self.optimizer = parts.prepare()
-        self._forget_setup_memory()
-        self._resume()
-        self._observe_and_compile()
-        self.user_callbacks = UserCallbacks(parts.config, parts.study.code, parts.model, self.state)
-        distributed.decide(self.user_callbacks.make)
-        self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
-        self._train()
-        distributed.decide(partial(self.user_callbacks.call, "on_end", outcome="complete"))
+        self.base_digest = base_digest(parts.model)
+        with self.checkpoints(folder, checkpoint_key(resume_key, parts), mirror):
+            distributed.decide(lambda: self.judge(check_compatibility(parts, self.cache), *no_parts))
+            with distributed.memory_agreed("Search smaller encoders."):
+                self.optimizer = parts.prepare()
+            self._forget_setup_memory()
+            self._resume()
+            self._observe_and_compile()
+            self.user_callbacks = UserCallbacks(parts.config, parts.study.code, parts.model, self.state)
+            distributed.decide(self.user_callbacks.make)
+            self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
+            self._train()
+            distributed.decide(partial(self.user_callbacks.call, "on_end", outcome="complete"))
+            return distributed.decide(self._finish)
 
-    def _find_float32_parts(self) -> None:
-        """Resolve `fp32_parts: auto`, and record it."""
+    def _find_float32_parts(self) -> tuple[str, ...]:
+        """Resolve and record `fp32_parts`. Returns the reason if `auto` found nothing that helps."""
         requested = self.parts.config.fp32_parts
-        if requested == AUTO:
-            found = distributed.decide(lambda: find_parts(self.parts, self.cache, self._stop_if_told))
-            self.parts, self.no_parts = self.parts.with_float32_parts(found.parts), found.reason
-            self.recorder.note(fp32_parts=found.telemetry())
-        elif requested:
-            self.recorder.note(fp32_parts={"requested": requested, "resolved": requested})
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        load_trained(self.parts.model, checkpoint.weights)
-        self.optimizer.load_state_dict(checkpoint.state["optimizer"])
-
-    def _weights(self) -> dict[str, Tensor]:
-        return trained_state(self.parts.model)
-
-    def _training_state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict()}
+        if requested != AUTO:
+            if requested:
+                self.recorder.note(fp32_parts={"requested": requested, "resolved": requested})
+            return ()
+        found = distributed.decide(lambda: find_parts(self.parts, self.cache, self._stop_if_asked))
+        self.parts = self.parts.with_float32_parts(found.parts)
+        self.recorder.note(fp32_parts=found.telemetry())
+        return (found.reason,) if found.reason else ()
 
     def _observe_and_compile(self) -> None:
         parts, resolution = self.parts, self.parts.resolution
-        inputs = parts.batch(0, 1).to(self.parts.device.torch_device).inputs
+        inputs = parts.batch(0, 1).to(parts.device.torch_device).inputs
         # Observed before the compiler hides the operators.
         seen = observe_model(parts.model, self.mixed_precision, lambda model: model(*inputs))
         if parts.compile is not None:
@@ -147,7 +130,7 @@ class TrialRun(BaseRun):
 
     def _observe_compiled(self, seen: Observation) -> Agreement:
         parts, mixed_precision = self.parts, self.mixed_precision
-        batch = parts.batch(self.state.micro_batch_size)  # of a shape that is compiled already
+        batch = parts.batch(self.state.micro_batch_size)  # its shape is compiled already
 
         def step() -> tuple[list[Tensor], list[Tensor]]:
             manual_seed(0)
@@ -165,25 +148,12 @@ class TrialRun(BaseRun):
     def _train(self) -> None:
         parts, mixed_precision, num_ranks = self.parts, self.mixed_precision, distributed.world_size()
         clock = TrainingClock(self.state, self.meter, self.compile_clock)
-        self.utilization = Utilization(parts.device, torch.get_num_threads())
-        measured = (parts.model, mixed_precision, clock, self.utilization, self.evaluation_rates)
-        self.recorder.follow(lambda: training_facts(*measured, num_ranks))
-        if self.user_callbacks:
-            state = self.state
-            self.recorder.follow(lambda: {"callback_seconds": state.callback_seconds})
-        drawn = (self.args.batch_size, self.args.seed, self.state)
-        self.recorder.follow(partial(parts.data.drawn_shares, *drawn))
+        self._follow_training(clock, num_ranks)
         self.last_saved = time.monotonic()
         # Between micro-batches it would leave other ranks waiting.
-        hooks = TrainingHooks(self._on_step, self._stop_if_told if num_ranks == 1 else lambda: None)
-        evaluations = train(
-            Learner(parts.model, parts.loss_fn, mixed_precision),
-            self.optimizer,
-            parts.data,
-            self.args,
-            clock,
-            hooks,
-        )
+        hooks = TrainingHooks(self._on_step, self._stop_if_asked if num_ranks == 1 else lambda: None)
+        learner = Learner(parts.model, parts.loss_fn, mixed_precision)
+        evaluations = train(learner, self.optimizer, parts.data, self.args, clock, hooks)
         with self.user_callbacks.told_of_error():
             try:
                 for evaluation in evaluations:
@@ -198,12 +168,22 @@ class TrialRun(BaseRun):
                     self.store.share()
                 raise
 
+    def _follow_training(self, clock: TrainingClock, num_ranks: int) -> None:
+        """Have the record follow the training. Its functions must not refer to `self`."""
+        parts, state, data = self.parts, self.state, self.parts.data
+        self.utilization = Utilization(parts.device, torch.get_num_threads())
+        measured = (parts.model, self.mixed_precision, clock, self.utilization, self.evaluation_rates)
+        self.recorder.follow(lambda: training_facts(*measured, num_ranks))
+        if self.user_callbacks:
+            self.recorder.follow(lambda: {"callback_seconds": state.callback_seconds})
+        self.recorder.follow(partial(data.drawn_shares, self.args.batch_size, self.args.seed, state))
+
     def _on_step(self) -> AfterStep:
         progress = self._after_step()
         watched = self.user_callbacks.watch_steps
         if watched and self._call("on_step", progress):
             return "ended"
-        due = time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
+        due = self._is_checkpoint_due()
         if due:
             self.meter.stop()
             self._save()
@@ -212,7 +192,7 @@ class TrialRun(BaseRun):
     def _call(self, method: str, progress: Progress, **changes: Any) -> bool:
         """Call the study's own callbacks. Returns whether one of them ends the training."""
         self.meter.stop()
-        told = self.user_callbacks.call(
+        reason = self.user_callbacks.call(
             method,
             step=progress.step,
             budget_used=progress.budget_used,
@@ -220,15 +200,29 @@ class TrialRun(BaseRun):
             examples_per_second=progress.examples_per_second,
             **changes,
         )
-        if told:
-            self._end_early(progress.step, progress.budget_used, told)
-        return bool(told)
+        if reason:
+            self._end_early(progress.step, progress.budget_used, reason)
+        return bool(reason)
 
-    def _on_values(self, evaluation: Evaluation, values: tuple[float, ...]) -> None:
+    def _on_values(self, evaluation: Evaluation) -> None:
         if self.user_callbacks:
             rate = evaluation.rates.get("train_examples_per_second")
             progress = Progress(evaluation.step, evaluation.budget_used, evaluation.train_loss, rate)
-            self._call("on_evaluation", progress, metrics=evaluation.metrics, values=values)
+            self._call("on_evaluation", progress, metrics=evaluation.metrics, values=evaluation.values)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        load_trained(self.parts.model, checkpoint.weights)
+        self.optimizer.load_state_dict(checkpoint.state["optimizer"])
+
+    def _weights(self) -> dict[str, Tensor]:
+        return trained_state(self.parts.model)
+
+    def _training_state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def _best_state(self) -> dict[str, Any]:
+        own = {"base_digest": self.base_digest, "fp32_parts": self.parts.config.fp32_parts}
+        return super()._best_state() | own
 
     def _budget_used(self) -> float:
         return self.args.budget.used(self.state)
@@ -236,24 +230,13 @@ class TrialRun(BaseRun):
     def _optimizer_facts(self) -> dict[str, Any]:
         return optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
 
-    def _best_state(self, scored: ScoredEvaluation) -> dict[str, Any]:
-        return {
-            "precision": self.parts.resolution.effective,
-            "base_digest": self.base_digest,
-            "fp32_parts": self.parts.config.fp32_parts,
-            "best": asdict(scored),
-        }
-
-    def _tasks(self) -> Sequence[Task]:
-        return self.parts.loss_fn.tasks
-
     def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
         config = self.parts.config
         budget = next(name for name in BUDGETS if getattr(config, name) is not None)
         if metric != ENERGY:
             return (
-                f"something was compiled in every step of the trial ({evaluation.step} in all), so that none "
-                f"tells the speed. Raise `{budget}`, or use `compile: none`."
+                f"something was compiled in each of the {evaluation.step} steps, so none shows the speed. "
+                f"Raise `{budget}`, or use `compile: none`."
             )
         missing = self.energy_counter and self.energy_counter.missing
         return missing or (

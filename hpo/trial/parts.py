@@ -1,7 +1,7 @@
 """A trial's parts: settings -> precision on this device -> tokens -> model and loss.
 
-The order is that of cost: an unsupported precision is refused in milliseconds. Rows and tokens are loaded
-once for all trials of a study.
+Cheap steps come first: an unsupported precision is refused in milliseconds. Rows and tokens are loaded once
+for all trials of a study.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from hpo.errors import Incompatible, Unsupported
 from hpo.evaluation.contributions import baselines, perfect_statistics
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
+from hpo.models.build import build_model
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
 from hpo.models.model_parts import set_float32_parts
-from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
+from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.models.own_encoder import REFUSED, build_own_encoder
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
@@ -61,9 +62,9 @@ _logger = logging.getLogger("hpo.trial")
 
 
 class TrialLoader:
-    """Loads the data of a study at once, tokenizers and tokens when they are asked for, and keeps them.
+    """Loads the data of a study at once, tokenizers and tokens on demand, and keeps them.
 
-    Raises DataError when the study's data cannot be used.
+    Raises DataError if the study's data cannot be used.
     """
 
     apply_compile: Callable[..., object] = staticmethod(apply_compile)
@@ -82,7 +83,7 @@ class TrialLoader:
 
     @cached_property
     def right_metrics(self) -> dict[str, dict[str, float]]:
-        """The metrics of the validation split if all predictions are right."""
+        """Metrics of right predictions on the validation split."""
         metrics = {}
         for task in self.tasks:
             rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
@@ -92,7 +93,7 @@ class TrialLoader:
 
     @cached_property
     def baseline(self) -> dict[str, float]:
-        """The best constant predictions on validation, see `hpo.evaluation.contributions.baselines`."""
+        """Scores of the best constant predictions on validation (`hpo.evaluation.contributions`)."""
         known = [task for task in self.tasks if type(kind_of(task)).constant_rows is not Kind.constant_rows]
         found = baselines(perfect_statistics(known, self.dataset.splits["validation"]))
         if len(known) < len(self.tasks):
@@ -100,7 +101,6 @@ class TrialLoader:
         return found
 
     def tokenizer(self, config: TrialConfig) -> Any:
-        """The tokenizer of the trial's encoder."""
         key = json.dumps(config.encoder, sort_keys=True)
         if key not in self._tokenizers:
             self._tokenizers[key] = load_tokenizer(
@@ -111,17 +111,17 @@ class TrialLoader:
         return self._tokenizers[key]
 
     def pad_id(self, config: TrialConfig) -> int:
-        """The token that pads batches; 0 where the tokenizer has none, behind the attention mask."""
+        """Return the padding token; 0, behind the attention mask, for a tokenizer without one."""
         return self.tokenizer(config).pad_token_id or 0
 
     def windowing(self, config: TrialConfig) -> Windowing:
-        """How the trial's texts are cut."""
+        """Return how the trial's texts are cut."""
         data = self.study.data
         stride = data.stride_of(config.max_length)
         return Windowing(config.max_length, data.long_text, stride, data.pair_segments)
 
     def tokens(self, split: str, config: TrialConfig) -> TokenizedSplit:
-        """The split, tokenized for the trial's encoder and length; workers share it on disk."""
+        """Return the split, tokenized for the trial's encoder and length; workers share it on disk."""
         key = (split, json.dumps(config.encoder, sort_keys=True), config.max_length)
         if key not in self._tokens:
             tokenizer, windowing = self.tokenizer(config), self.windowing(config)
@@ -130,17 +130,17 @@ class TrialLoader:
         return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
 
     def sampling(self, config: TrialConfig, train: TokenizedSplit) -> SourceSampling | None:
-        """How the trial draws from the sources of the data; None where there are none."""
+        """Return how the trial draws from the sources of the data; None if there are none."""
         num_rows = self.dataset.sources.get("train", {})
         return source_sampling(train, num_rows, config.sampling_temperature, config.sampling_weight)
 
     def used_ids(self, config: TrialConfig) -> NDArray[Any]:
-        """The tokens of training and validation, and padding: sorted, each once."""
+        """Return the tokens of training and validation, and padding: sorted, each once."""
         splits = (self.tokens(name, config) for name in ("train", "validation"))
         return np.unique(np.concatenate([[self.pad_id(config)], *(split.used_ids for split in splits)]))
 
     def build_encoder(self, config: TrialConfig) -> nn.Module:
-        """A new encoder in fp32 weights, on the CPU."""
+        """Return a new encoder in fp32 weights, on the CPU."""
         if is_own("encoder", config.encoder):
             known = TrialConfig.model_fields
             changed = [name for name in REFUSED if getattr(config, name) != known[name].default]
@@ -158,7 +158,7 @@ class TrialLoader:
         return encoder
 
     def build_model(self, config: TrialConfig) -> MultitaskModel:
-        """A new model on the device, with frozen layers as `base_precision` stores them, the others in fp32.
+        """Return a new model on the device: frozen layers in `base_precision`, the others in fp32.
 
         The CPU stores the frozen layers: the device never holds them in fp32, and all devices have the same.
         """
@@ -175,13 +175,13 @@ class TrialLoader:
         )
         store_frozen(model, config.base_precision, torch.float32)
         if self.device.type == "cpu":
-            for weight in model.parameters():  # one that is mapped from a file would keep all of it in memory
+            for weight in model.parameters():  # a weight mapped from a file would keep the file in memory
                 weight.data = weight.data.clone()
         return model.to(self.device.torch_device)
 
 
 def _of(config: TrialConfig, settings: type[Any]) -> dict[str, Any]:
-    """Those of the trial's settings that `settings` has."""
+    """Return the trial's values for the fields of `settings`."""
     return {field.name: getattr(config, field.name) for field in fields(settings)}
 
 
@@ -205,21 +205,18 @@ class TrialParts:
     """Builds the model again with all weights in fp32. None: the model has such weights."""
 
     def batch(self, first: int, last: int = 0) -> Batch:
-        """The `first` shortest and the `last` longest windows of the training split, on the CPU.
-
-        Of a split with fewer windows, all of them.
-        """
+        """Return the `first` shortest and the `last` longest windows of the training split, on the CPU."""
         order = np.argsort(self.data.train.lengths_W)
         windows = np.concatenate([order[:first], order[::-1][:last]])
         return collate(self.data.train, windows, self.loss_fn.tasks, self.data.pad_id)
 
     def with_float32_parts(self, names: Sequence[str]) -> TrialParts:
-        """Let these parts of the model and no others compute in fp32, in place."""
+        """Let only these parts of the model compute in fp32, in place."""
         set_float32_parts(self.model, names)
         return replace(self, config=self.config.model_copy(update={"fp32_parts": tuple(names)}))
 
     def prepare(self) -> torch.optim.Optimizer:
-        """Give the model the weights that are trained, and return their optimizer."""
+        """Give the model its weights for training, and return their optimizer."""
         config = self.config
         prepare_model(self.model, self.resolution.precision)
         compact_vocabulary(self.model, config.optimizer, self.used_ids)
@@ -250,9 +247,8 @@ def build_trial(
 ) -> TrialParts:
     """Build the parts of the trial of a study with `params`.
 
-    `note` is told, for the trial's record, what is known of its precision and data as soon as it is.
-
-    Raises InputError for a setting that cannot be, the TrialEnd of a precision that cannot run here.
+    `note` records facts about its precision and data early. Raises InputError for an impossible setting,
+    TrialEnd if the precision cannot run here.
     """
     study, device = resolved.config, resolved.device
     config = build_trial_config(study, params, resolved.preset_precision, resolved.amp)
@@ -295,7 +291,7 @@ def build_trial(
 def assemble(
     study: StudyConfig, config: TrialConfig, resolution: Resolution, loader: TrialLoader
 ) -> TrialParts:
-    """The parts of a trial whose settings and precision are known; the model has the weights of its seed."""
+    """Build the parts of a trial from its settings and precision. The seed gives the weights."""
     train, validation = (loader.tokens(name, config) for name in ("train", "validation"))
 
     def build(config: TrialConfig) -> MultitaskModel:
@@ -331,7 +327,7 @@ def assemble(
 
 
 def _loss_fn(config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) -> MultitaskLoss:
-    """The trial's loss; class weights are those of the training split."""
+    """Return the trial's loss, with class weights of the training split."""
     weights: dict[str, Tensor | None] = {}
     if config.class_weighting == "balanced":
         device = next(model.parameters()).device
@@ -350,10 +346,10 @@ def _loss_fn(config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) 
 
 
 def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
-    """Return a study that is not stored yet with the pruner that suits its data, and the reason.
+    """Return a new study with the pruner for its data, and the reason.
 
     A pruner of the study file stays. `PrunerConfig.fitted` moves its first rung if the file gives none, and
-    `PrunerConfig.default_of` chooses a pruner if the file names none. Costs are counted in rows, so that all
+    `PrunerConfig.default_of` chooses a pruner if the file names none. Costs are counted in rows, so all
     machines choose the same: an update costs three forward passes.
     """
     training, pruner = study.training, study.pruner
@@ -368,14 +364,14 @@ def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
     reason = "it is set in the study file" if is_given else "no objective is a metric of the model"
     if pruner.name == "promote":
         start, mean = pruner.fitted(cost).costs(cost, num_evaluations)
-        told = "costs" if chosen.name == "promote" else "would cost with `promote`"
+        costs = "costs" if chosen.name == "promote" else "would cost with `promote`"
         share = f"{start:.0%} of a whole trial, and a configuration {mean:.0%} on average"
-        reason = f"{f'{reason}; ' if is_given else ''}the first stage of a trial {told} {share}"
+        reason = f"{f'{reason}; ' if is_given else ''}the first stage of a trial {costs} {share}"
     return (study if chosen is pruner else study.with_values(pruner=chosen)), reason
 
 
 def training_args(study: StudyConfig, config: TrialConfig, num_windows: int) -> TrainingArgs:
-    """What the loop needs to know of the trial's settings; `num_windows` are those of the training split."""
+    """Return the trial's settings for the loop; `num_windows` counts windows of the training split."""
     evaluation, max_steps = study.evaluation, config.max_steps
     if config.epochs is not None:
         max_steps = max(1, round(config.epochs * num_batches(num_windows, config.batch_size)))

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from support.tiny_onnx import TEXTS, probabilities, random_batch, write_both
+
+import hpo
+from hpo.deploy import onnx_fp32
+from hpo.deploy.onnx_fp32 import export_onnx
+from hpo.errors import ModelError
+from hpo.inference.model import TrainedModel
+
+FAMILIES: dict[str, dict[str, str]] = {  # with the heads of each
+    "bert": {},  # that of `tiny_exports`
+    "roberta": {"pooling": "max", "head_type": "mlp"},
+    "modernbert": {"pooling": "attention"},
+    "deberta-v2": {"pooling": "cls"},
+}
+
+
+@pytest.fixture
+def model(tiny_exports: Path) -> TrainedModel:
+    return hpo.load(tiny_exports / "torch", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", pytest.param("roberta", marks=pytest.mark.slow), "modernbert", "deberta-v2"]
+)
+def test_logits_and_probabilities_equal_pytorch(family: str, tiny_exports: Path, tmp_path: Path) -> None:
+    if family == "bert":
+        model, graph = (hpo.load(tiny_exports / name, device="cpu") for name in ("torch", "onnx"))
+    else:
+        model, graph = write_both(tmp_path, family, **FAMILIES[family])
+    for lengths in ((12, 7), (5,), (1,), (32, 3, 1, 20), (17,) * 9):
+        batch = random_batch(lengths)
+        with torch.no_grad():
+            expected, logits = model(*batch).logits, graph(*batch).logits
+        assert list(logits) == [task.name for task in model.tasks]
+        for name, values in logits.items():
+            assert values.abs().max() > 0.05
+            torch.testing.assert_close(values, expected[name], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(probabilities(graph), probabilities(model), atol=1e-5)
+    np.testing.assert_allclose(probabilities(graph, TEXTS[1:2]), probabilities(model)[1:2], atol=1e-5)
+
+
+def test_row_of_padding_leaves_the_others(tiny_exports: Path) -> None:
+    graph = hpo.load(tiny_exports / "onnx", device="cpu")
+    logits = graph(*random_batch((12, 0, 7))).logits
+    assert all(values.isfinite().all() for values in logits.values())
+    for row, length in ((0, 12), (2, 7)):
+        alone = graph(*(one[row : row + 1, :length] for one in random_batch((12, 0, 7)))).logits
+        for name, values in logits.items():
+            real = values[row, :length] if values.ndim == 3 else values[row]
+            torch.testing.assert_close(real, alone[name][0], atol=1e-5, rtol=0)
+
+
+def test_folder_is_complete(tiny_exports: Path) -> None:
+    folder = tiny_exports / "onnx"
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in folder.iterdir()} == {"model.onnx", "hpo.json", "config.json"} | tokenizer
+    content, of_torch = (
+        json.loads((tiny_exports / one / "hpo.json").read_text()) for one in ("onnx", "torch")
+    )
+    assert (content["format"], content["runtime"], of_torch["format"]) == (3, "onnx", 2)
+    for key in of_torch.keys() - {"format", "checksums"}:
+        assert content[key] == of_torch[key], key
+    assert (content["onnx"]["precision"], content["onnx"]["quantization"]) == ("fp32", None)
+    assert content["onnx"]["versions"].keys() == {"torch", "onnx", "onnxscript", "onnxruntime"}
+    assert b"site-packages" not in (folder / "model.onnx").read_bytes(), "paths of this machine"
+
+
+def assert_refused(model: TrainedModel, folder: Path, message: str) -> None:
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ModelError, match=message):
+        export_onnx(model, folder / "onnx")
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_unfit_models_are_refused(
+    tiny_exports: Path, model: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_refused(hpo.load(tiny_exports / "onnx", device="cpu"), tmp_path, "this model is ONNX already")
+    with monkeypatch.context() as patched:
+        config = model.network.encoder.config
+        patched.setattr(config, "_attn_implementation_internal", "flash_attention_2")
+        assert_refused(model, tmp_path, "ONNX has no flash_attention_2")
+    with monkeypatch.context() as patched:
+        patched.setattr(onnx_fp32, "LARGEST_BYTES", 10_000)
+        assert_refused(model, tmp_path, r"at most 2 GB \(protobuf's limit\), but the model has 0\.0 GB")
+    assert_refused(model.use("cpu", "bf16-true"), tmp_path, "this one is in bf16-true")
+
+
+def test_failing_export_leaves_nothing(
+    model: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no decomposition\nof aten.new_op")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    assert_refused(model, tmp_path, r"BertModel cannot be exported to ONNX \(RuntimeError: no decomposition")
+
+
+def test_graph_with_other_logits_is_refused(
+    model: TrainedModel, tiny_exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proto = onnx.load(tiny_exports / "onnx" / "model.onnx")
+    (bias,) = [one for one in proto.graph.initializer if one.name.endswith("heads.2.1.bias")]
+    bias.raw_data = np.float32([7.0]).tobytes()
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: SimpleNamespace(model_proto=proto))
+    assert_refused(model, tmp_path, "must give PyTorch's logits, but those of `number` differ by")

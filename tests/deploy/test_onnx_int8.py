@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from support.tiny_onnx import probabilities, random_batch
+from torch import nn
+
+import hpo
+from hpo.deploy.onnx_fp32 import export_onnx
+from hpo.deploy.onnx_int8 import quantize
+from hpo.errors import ModelError
+
+
+@pytest.fixture(scope="module")
+def source(tiny_exports: Path) -> Path:
+    return tiny_exports / "onnx"
+
+
+@pytest.fixture(scope="module")
+def quantised(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantize(source, tmp_path_factory.mktemp("int8") / "model")
+
+
+def logits(folder: Path) -> dict[str, torch.Tensor]:
+    output: dict[str, torch.Tensor] = hpo.load(folder, device="cpu")(*random_batch((32, 12, 5))).logits
+    return output
+
+
+def test_int8_is_near_fp32_and_small(source: Path, quantised: Path) -> None:
+    int8 = logits(quantised)
+    for name, exact in logits(source).items():
+        error = float((int8[name] - exact).square().mean().sqrt() / exact.std())
+        assert 0 < error < 0.15, name
+    model = hpo.load(quantised, device="cpu")
+    assert model.precision == "int8"
+    assert np.abs(probabilities(model) - probabilities(hpo.load(source))).max() < 0.05
+    assert (quantised / "model.onnx").stat().st_size < (source / "model.onnx").stat().st_size / 3
+
+
+def test_linear_weights_have_seven_bits_and_a_scale_per_output(source: Path, quantised: Path) -> None:
+    network = hpo.load(source.parent / "torch", device="cpu").network
+    layers = [one for name, one in network.named_modules() if ".pooler." not in name]  # no head reads it
+    linear = sorted(tuple(one.weight.T.shape) for one in layers if isinstance(one, nn.Linear))
+    embeddings = sorted(tuple(one.weight.shape) for one in layers if isinstance(one, nn.Embedding))
+    graph = onnx.load(quantised / "model.onnx").graph
+    arrays = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+    matrices = [array for array in arrays.values() if array.ndim == 2 and array.size > 1]
+    signed = [array for array in matrices if array.dtype == np.int8]
+    assert sorted(array.shape for array in signed) == linear
+    assert sorted(array.shape for array in matrices if array.dtype == np.uint8) == embeddings
+    assert {int(np.abs(array.astype(int)).max()) for array in signed} <= {63, 64}
+    scales = [one for name, one in arrays.items() if name.endswith("_scale") and one.ndim == 1]
+    assert sorted(one.size for one in scales) == sorted(shape[1] for shape in linear)
+
+
+def test_export_and_quantisation_print_nothing(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    model = hpo.load(source.parent / "torch", device="cpu")
+    quantize(export_onnx(model, tmp_path / "onnx"), tmp_path / "int8")
+    assert not any(Path().iterdir())
+    assert (root.handlers, root.filters) == ([], [])
+    assert capfd.readouterr() == ("", "")
+    assert model(*random_batch((3,))).logits["single"].requires_grad, "the model is unchanged"
+
+
+def test_folder_has_the_files_and_metadata_of_its_source(source: Path, quantised: Path) -> None:
+    assert {file.name for file in quantised.iterdir()} == {file.name for file in source.iterdir()}
+    content, expected = (json.loads((one / "hpo.json").read_text()) for one in (quantised, source))
+    assert content.pop("onnx")["precision"] == "int8"
+    assert expected.pop("onnx")["precision"] == "fp32"
+    assert content.pop("checksums") != expected.pop("checksums")
+    assert content == expected
+
+
+def test_unfit_sources_and_folders_are_refused(source: Path, quantised: Path, tmp_path: Path) -> None:
+    for folder, message in (
+        (quantised, "must be an ONNX export in fp32, but it is in int8 already"),
+        (source.parent / "torch", "must be an ONNX export, but it is one of torch"),
+        (tmp_path / "nowhere", "must be a whole folder written by"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            quantize(folder, tmp_path / "out")
+    with pytest.raises(ModelError, match="this one holds other files"):
+        quantize(source, source.parent)
+    assert not any(tmp_path.iterdir())
