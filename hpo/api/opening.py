@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from hpo import code as codes
-from hpo.config.budget import MAX_TRIALS, BudgetConfig
+from hpo.config.sections import MAX_TRIALS, BudgetConfig
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.errors import InputError, NoDatabaseError, NoStudyFileError, StudyFileError, printable
 from hpo.study.running.stopping import Stop

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpo.api.opening import RUNS, existing_database, is_path, load_file, progress_shown, trust
 from hpo.code import unknown_names_allowed, use_code
-from hpo.config.known import fixed_problems
+from hpo.config.first import fixed_problems
 from hpo.config.search_space import encode
 from hpo.config.study_config import StudyConfig, load_study, stored_study, study_of
 from hpo.config.trial_config import parse_params
@@ -27,6 +27,7 @@ from hpo.report.messages import progress_message, resume_message
 from hpo.report.status import study_status
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.sampling.promotion import WHOLE_ATTR
@@ -301,7 +302,7 @@ class StoredStudy:
                         f"{', '.join(left)}. They leave at their next step; one killed on another machine "
                         "counts for 60 s. Try again."
                     )
-            ended = lifecycle.end_unfinished(database, name) if state == "cancelled" else 0
+            ended = end_unfinished(database, name) if state == "cancelled" else 0
             return StateChange(name, state, before, database.trial_counts(name), ended)
 
     @contextmanager

@@ -44,9 +44,9 @@ from hpo.api.running import (
 from hpo.api.stored import StoredStudy
 from hpo.cluster.batch.slurm import requeue_this_job
 from hpo.compare.planning import Request
-from hpo.config.checkpoint_config import NOT_SHARED
 from hpo.config.choices import Question, TrackerName
 from hpo.config.resolved_study import resolve_study
+from hpo.config.sections import NOT_SHARED
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import probe_device
 from hpo.errors import InputError, NoDatabaseError, RunError, StoppedError

@@ -98,7 +98,7 @@ def test_an_interrupt_keeps_the_scored_forms(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(_Run, "_judge", judge_and_interrupt)
     finished = hpo_command(folder, "deploy", "tiny", "--artifacts", INT8, "--max-drop", "90")
     assert finished.exit_code == 130, finished.err
-    assert "onnx_int8_dynamic is left out: not scored, because the search was interrupted." in finished.out
+    assert "onnx_int8_dynamic is omitted: not scored, because the search was interrupted." in finished.out
     assert hpo.load(folder / "runs/tiny/deploy/model", device="cpu").predict(["I sleep badly."])
 
 

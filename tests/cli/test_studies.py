@@ -132,9 +132,7 @@ def test_data_on_another_machine_must_be_the_same(tmp_path: Path, monkeypatch: p
     moved.mkdir()
     data.rename(moved / "mine")
     worker = ("worker", "tiny", "--storage", url)
-    refused(hpo_command(here, *worker), f"There is no folder {data}. If mine lies elsewhere on this machine")
-    monkeypatch.setenv("HPO_DATA_DIR", str(here))
-    refused(hpo_command(here, *worker), f"There is no folder {data}, nor is it in HPO_DATA_DIR ({here})")
+    refused(hpo_command(here, *worker), f"There is no folder {data}. If it lies elsewhere, set HPO_DATA_DIR")
     monkeypatch.setenv("HPO_DATA_DIR", str(moved))
     read = ok(hpo_command(here, *worker))
     assert f"{data} is not here; the data are read from {moved / 'mine'}" in read.err
