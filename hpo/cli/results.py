@@ -74,13 +74,13 @@ def best(study: StoredStudy, *, reproduce: bool, into: Path | None = None, **opt
 
     if into and not reproduce:
         raise InputError("--into is an option of --reproduce: give --reproduce, too.")
-    record, used = None, {}
-    if any((reproduce, *options.values())):
-        assert isinstance(study, hpo.Study)
+    used: dict[str, Any] = {}
+    if isinstance(study, hpo.Study):
         if reproduce:
             return _reproduced(study, into, options)
         record, used = study.use_best(**options)
-    record = record or study.outline
+    else:
+        record = study.outline
     shown = best_model(record, options.get("split"), used.get("export"))
     return Answer(lambda: best_as_json(record) | used, shown, 0 if choosable_trials(record) else 1)
 
