@@ -66,7 +66,7 @@ def test_cache_key_has_every_condition(tmp_path: Path, monkeypatch: pytest.Monke
         {"attention_dropout": 0.0},
         {"attention_dropout": 0.1},
         {"attention": "eager"},
-        {"pooling": "mean"},
+        {"pooling": "max"},
         {"max_length": 32},
         {"label_smoothing": 0.1},
     )
