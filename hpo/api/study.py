@@ -24,8 +24,8 @@ from hpo.api.named import NamedStudy
 from hpo.api.opening import RUNS, check_positive, check_workers, to_run
 from hpo.api.running import RunResult, WorkResult, run_result, shown, work_result, worker_processes
 from hpo.cluster.batch.slurm import requeue_this_job
-from hpo.config.checkpoint_config import NOT_SHARED
 from hpo.config.resolved_study import resolve_study
+from hpo.config.sections import NOT_SHARED
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError, StoppedError
 from hpo.memory import collector_paused

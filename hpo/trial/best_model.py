@@ -17,7 +17,7 @@ from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
 from hpo.models.encoder import attention_on
-from hpo.models.export import BaseModel, ExportSettings, export_adapter, export_model
+from hpo.models.export import BaseModel, ExportSettings, export_model
 from hpo.models.hub import hub_id
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
@@ -136,7 +136,7 @@ def export_checkpoint(
     encoder = None if has_name else executor.loader.build_encoder(config)
     name = str(config.encoder) if has_name else None
     base = BaseModel(name, executor.study.model.revision, digest, precision.frozen)
-    return export_adapter(model, tokenizer, out_dir, replace(settings, base=base), encoder)
+    return export_model(model, tokenizer, out_dir, replace(settings, base=base), encoder)
 
 
 def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> _BestModel:

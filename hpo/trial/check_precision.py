@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
 from hpo.memory import is_out_of_memory

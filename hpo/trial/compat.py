@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe

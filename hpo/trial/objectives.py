@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hpo.config.evaluation_config import EvaluationConfig
-from hpo.config.limits import MEASURED_METRICS
-from hpo.config.objective import ObjectiveConfig
+from hpo.config.limits import MEASURED_METRICS, ObjectiveConfig
+from hpo.config.sections import EvaluationConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.errors import InputError, did_you_mean

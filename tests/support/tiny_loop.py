@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hpo.config.evaluation_config import EvaluationConfig
+from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel

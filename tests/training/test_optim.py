@@ -1,3 +1,5 @@
+"""Parameter groups, optimiser steps, and the schedule."""
+
 from __future__ import annotations
 
 import math
@@ -30,9 +32,6 @@ def rates(model: MultitaskModel, **settings: Any) -> dict[str, float]:
     groups = parameter_groups(model, **settings)
     rate_of = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     return {name: rate_of[id(value)] for name, value in model.named_parameters() if id(value) in rate_of}
-
-
-# Parameter groups
 
 
 def test_groups_and_weight_decay() -> None:
@@ -70,9 +69,6 @@ def test_layerwise_decay_needs_layers() -> None:
     assert set(rates(albert, learning_rate=1.0).values()) == {1.0}
     with pytest.raises(ModelError, match="layerwise_lr_decay at 1"):
         parameter_groups(albert, learning_rate=1.0, layerwise_lr_decay=0.9)
-
-
-# Optimisers
 
 
 def gradients_for(shape: tuple[int, ...], steps: int, seed: int = 1) -> list[Tensor]:
@@ -121,9 +117,6 @@ def test_optimizer_steps_equal_fp64(name: str, weight_decay: float) -> None:
     torch.testing.assert_close(weight.detach().double(), expected, rtol=2e-5, atol=2e-6)
 
 
-# Learning rate
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
@@ -143,11 +136,8 @@ def test_schedule_factor(schedule: str, expected: dict[float, float]) -> None:
     assert 0.0 <= schedule_factor(schedule, 1.0, 1.0) <= 1.0
 
 
-# fp32 state over bf16 weights
-
-
 def bf16_step_by_hand(name: str, start: Tensor, gradients: list[Tensor], **options: float) -> Tensor:
-    """One fp32 optimiser whose weights are rounded to bf16 after each step."""
+    """Step in fp32 and round the weights to bf16 after each step."""
     rounded = nn.Parameter(start.float())
     optimizer = build_optimizer(name, [parameter_group(rounded, **options)])
     for gradient in gradients:

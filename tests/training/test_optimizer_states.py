@@ -1,4 +1,4 @@
-"""Moments in fewer bits: as exact as their tables, steps near those in fp32, and a restart bit for bit."""
+"""Moments in fewer bits."""
 
 from __future__ import annotations
 

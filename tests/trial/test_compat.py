@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import hpo.models.attention
 import hpo.models.encoder
 import hpo.trial.compat
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS

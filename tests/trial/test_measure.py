@@ -13,7 +13,7 @@ from support.tiny import CPU_PRECISIONS, TinyEncoder, tiny_batch, tiny_measureme
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.precision.table import PRECISIONS
 from hpo.trial.compat import Compatibility, judge
 

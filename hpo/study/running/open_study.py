@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpo.code import use_code
-from hpo.config.allowed import check_allowed, places
+from hpo.config.allowed import check_allowed, paths_of
 from hpo.config.limits import check_energy
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import choices_without
@@ -144,7 +144,7 @@ def check_trust(config: StudyConfig, user_study: StudyConfig | None, trust_remot
     Permissions concern its code (`use_code`), the code of its encoder, and folders to read and write
     (`check_allowed`). `user_study` is the study in the user's own file, which gives permissions.
     """
-    check_allowed(config.name, places(config), places(user_study) if user_study else {})
+    check_allowed(config.name, paths_of(config), paths_of(user_study) if user_study else {})
     if user_study is not None:
         trust_remote_code = trust_remote_code or user_study.model.trust_remote_code
     if config.model.trust_remote_code and not trust_remote_code:

@@ -40,10 +40,10 @@ from hpo.device import (
 )
 from hpo.errors import HpoError, InputError, OutageError, RunError
 from hpo.precision.table import AmpConfig
-from hpo.study.claims.process import this_job
 from hpo.study.reading.watch import StudyWatch, outcome_of
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary, Stop
 from hpo.study.store.lifecycle import is_in_work, read_state
+from hpo.study.store.process import this_job
 from hpo.study.store.storage import Storage
 
 MAX_RESTARTS = 10

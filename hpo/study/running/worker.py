@@ -37,11 +37,11 @@ from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints, note_dat
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, open_remote_store
 from hpo.study.claims.budget import StudyBudget
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.runnable import Runnable
 from hpo.study.reading.row_statistics import store_row_statistics
-from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.open_study import OpenStudy
 from hpo.study.running.pace import Pace
@@ -51,7 +51,7 @@ from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
 from hpo.study.sampling.promotion import BUDGET_SPENT, RESUMED_ATTR, WHOLE_ATTR, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
-from hpo.study.store.lifecycle import end_unfinished
+from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import bind_data
 from hpo.training.evaluate import Evaluation
