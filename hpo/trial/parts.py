@@ -95,10 +95,10 @@ class TrialLoader:
     def baseline(self) -> dict[str, float]:
         """Scores of the best constant predictions on validation (`hpo.evaluation.contributions`)."""
         known = [task for task in self.tasks if type(kind_of(task)).constant_rows is not Kind.constant_rows]
-        found = baselines(perfect_statistics(known, self.dataset.splits["validation"]))
+        scores = baselines(perfect_statistics(known, self.dataset.splits["validation"]))
         if len(known) < len(self.tasks):
-            found.pop("score", None)
-        return found
+            scores.pop("score", None)
+        return scores
 
     def tokenizer(self, config: TrialConfig) -> Any:
         key = json.dumps(config.encoder, sort_keys=True)
