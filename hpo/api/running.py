@@ -109,7 +109,7 @@ class RunResult(WorkResult):
         return study_status(self.record) | {"ended": self.ended, "left_out": self.left_out}
 
     def text(self) -> Iterator[Part]:
-        from hpo.report.summary import summary  # not before the first trial
+        from hpo.report.best_screens import summary  # not before the first trial
 
         yield from summary(self.record)
         if self.ended != "finished":

@@ -1,4 +1,4 @@
-"""Sentences of a comparison, in addition to those of its verdicts (`hpo.evaluation.verdict`).
+"""Sentences of a comparison, in addition to its verdicts (`hpo.evaluation.verdict`).
 
 They are stored, and shown in the terminal, the report and the dashboard.
 """
@@ -17,7 +17,7 @@ from hpo.study.reading.study_record import TrialRecord
 
 
 def verdict(found: Verdict, precision: str, runs: Runs) -> str:
-    """Return the verdict on a precision, and the command that may decide it."""
+    """Return the verdict on a precision, and the command for more seeds."""
     plan, text = runs.plan, found.sentence
     if not found.num_runs:
         either = f"{plan.named(precision)} or {plan.named(REFERENCE)}"
@@ -56,7 +56,7 @@ def collapse(trial: TrialRecord, configuration: int, score: float | None, runs: 
 
 
 def recommendation(evidence: Mapping[str, tuple[Verdict, Mapping[str, Ratio | None]]], runs: Runs) -> str:
-    """Recommend a precision that is as good as fp32: the fastest, or the one with the fewest stored bytes.
+    """Recommend a precision as good as fp32: the fastest, or the one with the fewest stored bytes.
 
     Precisions of computing are chosen by speed, others by their size.
     """

@@ -41,7 +41,7 @@ class Evidence:
 
     @property
     def is_open(self) -> bool:
-        """Whether more seeds may bring a verdict."""
+        """True if more seeds may bring a verdict."""
         return self.verdict.verdict == "not_shown" and not self.verdict.reason
 
 

@@ -28,7 +28,7 @@ from hpo.trial.objectives import quality_objective
 STORED_BYTES = "stored_bytes"
 """Size of the weights, or of the optimiser's moments, by the compared setting."""
 _NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED, Outcome.INVALID)
-"""A bug or the infrastructure, a device that lacks the precision, a fault that fp32 has too."""
+"""A bug or the infrastructure, a device without the precision, a fault of fp32 too."""
 
 
 @dataclass(frozen=True)

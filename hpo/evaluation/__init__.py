@@ -1,1 +1,1 @@
-"""What a model's predictions on a split tell: intervals, classes, errors, warnings."""
+"""Analysis of a model's predictions on a split: intervals, classes, errors, verdicts."""

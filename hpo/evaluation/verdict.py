@@ -68,7 +68,7 @@ class Facts:
     """Facts about a metric from the labels of a split, for any predictions of the other side."""
 
     num_rows: int
-    """Rows that are labelled for any task of the metric."""
+    """Rows with a label for any task of the metric."""
     row_bound: float
     """Largest change of the metric by one row, times `num_rows`."""
     baseline: Scored | None
@@ -78,7 +78,7 @@ class Facts:
     rare: Mapping[str, int]
     """Classes with too few labelled rows for the margin, with the number of rows."""
     assumptions: tuple[str, ...] = ()
-    """Sentences that limit the meaning of a verdict."""
+    """Limits of a verdict, as sentences."""
 
     @property
     def excludable(self) -> float:
@@ -309,7 +309,7 @@ def _sentence(question: Question, verdict: Verdict, assumptions: Sequence[str]) 
 
 
 def _condition(question: Question, verdict: Verdict) -> str:
-    """The share of runs with a large loss that makes `as_good` wrong, and the share that the runs exclude."""
+    """The share of large losses that makes `as_good` wrong, and the share excluded by the runs."""
     collapses = verdict.collapses
     size = collapses.size if collapses else _LOST_POINTS
     if not collapses and question.unit != "points":

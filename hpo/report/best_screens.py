@@ -1,4 +1,4 @@
-"""Text and tables of `hpo best`."""
+"""Text and tables of `hpo best` and of the end of `hpo run`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,28 @@ from hpo.report.detailed import (
     task_metrics_table,
 )
 from hpo.report.screens import best
+from hpo.report.status import record_warnings
+from hpo.report.tables import StudyTables, precision_table
 from hpo.report.terminal import Part, one_line, warning
-from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, limit_counts, lost_weights
+from hpo.study.reading.study_record import (
+    StudyRecord,
+    TrialRecord,
+    best_trials,
+    complete_trials,
+    limit_counts,
+    lost_weights,
+)
+
+
+def summary(record: StudyRecord) -> Iterator[Part]:
+    """Show the table by precision, the best configuration, warnings and the next commands."""
+    if any(trial.ended for trial in record.trials):
+        yield f"{record.name}: by requested precision", precision_table(StudyTables(record))
+    yield from best(record)
+    yield from map(warning, record_warnings(record))
+    if complete_trials(record):
+        hints = "   ".join(f"hpo {command} {record.name}" for command in ("report", "dashboard", "best"))
+        yield Text(f"More about it: {hints}", style="dim")
 
 
 def best_model(record: StudyRecord, evaluated: str | None, exported: str | None) -> Iterator[Part]:
@@ -79,7 +99,7 @@ def model_warnings(record: StudyRecord) -> list[str]:
 
 
 def constant_warnings(record: StudyRecord) -> list[str]:
-    """Warn of best trials that are no better on validation than the best constant prediction."""
+    """Warn of best trials no better on validation than the best constant prediction."""
     warnings = []
     for trial in best_trials(record):
         baseline = trial.telemetry.get("baseline") or {}

@@ -21,7 +21,7 @@ from hpo.study.reading.study_record import (
 )
 
 LOW_UTILIZATION = 0.8
-"""Share of busy time below which the report says what to raise. A busier GPU may still have much to spare:
+"""Largest share of busy time with advice on settings to raise. A busier GPU may still have much to spare:
 see `hpo.device.Utilization`."""
 
 

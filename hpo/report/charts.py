@@ -1,6 +1,6 @@
 """Charts of a study, drawn by plotly in the report and the dashboard.
 
-Colours are those of Okabe and Ito (2008): people with the common colour-blindnesses can tell them apart.
+The colours are by Okabe and Ito (2008): people with the common colour-blindnesses can tell them apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
-from hpo.report.formats import format_interval, format_metric, format_number, format_seconds, format_value
+from hpo.report.formats import format_cell, format_interval, format_metric, format_number
 from hpo.report.tables import (
     ON,
     StudyTables,
@@ -88,7 +88,7 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
 
 
 def precision_metric(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
-    """Plot an objective by the precision that ran."""
+    """Plot an objective by precision."""
     metric = tables.record.metric_names[index]
     rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
@@ -280,18 +280,14 @@ def _hover(rows: pd.DataFrame) -> list[str]:
     metrics = [column.removeprefix("objective.") for column in rows if column.startswith("objective.")]
     names, texts = searched_parameters(rows), []
     for row in rows.to_dict("records"):
-        values = {name: row[f"param.{name}"] for name in names if not pd.isna(row[f"param.{name}"])}
         lines = [
             f"trial {row['number']}: {row['outcome']}",
             f"requested {row['precision']}, ran {row['effective']}",
             *(f"{metric} {format_metric(metric, row[objective_column(metric)])}" for metric in metrics),
             f"{format_number(row['train_examples_per_second'])} examples/s",
-            f"took {format_seconds(row['seconds'])}",
-            *(
-                f"{name} {format_number(value) if isinstance(value, float) else format_value(value)}"
-                for name, value in values.items()
-            ),
         ]
+        values = {name: row[f"param.{name}"] for name in names}
+        lines += [f"{name} {format_cell(value)}" for name, value in values.items() if not pd.isna(value)]
         texts.append(_text("\n".join(lines)))
     return texts
 

@@ -1,9 +1,8 @@
 """optuna-dashboard with our notes and charts.
 
 The dashboard has no authentication. So it listens on loopback, unless another address is given, and answers
-only requests that name this server as their host. This stops another site whose name points at 127.0.0.1 (DNS
-rebinding). It runs in our process, because `optuna-dashboard URL` would show the database's password in the
-process list.
+only requests with its own address as host. This stops another site with a name for 127.0.0.1 (DNS rebinding).
+It runs in our process, because `optuna-dashboard URL` would show the database's password in the process list.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIServer:
-    """Return a server that listens on the IPv4 address `host` and does not serve yet. Port 0: any free one.
+    """Return a listening server on the IPv4 address `host`, before it serves. Port 0: any free one.
 
     Raises:
         StorageError: the database cannot be used.

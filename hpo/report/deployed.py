@@ -11,7 +11,7 @@ from hpo.report.formats import MISSING, format_interval, format_number, plural
 from hpo.report.terminal import Part, Rows
 
 _COMPUTES_LOWER = ("bf16", "fp16")
-"""Forms that keep their weights in fp32."""
+"""Forms with weights in fp32."""
 
 Stored = Mapping[str, Any]
 
@@ -27,9 +27,6 @@ def shown(stored: Stored) -> Iterator[Part]:
         f"{threads}: ms from text to prediction, median / 99th percentile; speed against fp32",
         _speed(stored),
     )
-    tasks = _tasks(stored)
-    if len({row["task"] for row in tasks}) > 1:
-        yield "by task: the primary metric; drops in points", tasks
     forms = stored["artifacts"]
     if cast := [form["artifact"] for form in forms if form["artifact"] in _COMPUTES_LOWER]:
         yield f"{' and '.join(cast)}: the stored weights are fp32."
@@ -75,22 +72,6 @@ def _speed(stored: Stored) -> Rows:
     return [columns | row for row in rows]
 
 
-def _tasks(stored: Stored) -> Rows:
-    """A row for each form, except fp32, and task: the primary metric and its drop."""
-    return [
-        {
-            "form": _name(form),
-            "task": name,
-            "metric": task["metric"],
-            "value": _interval(task["value"]),
-            "drop": _interval(task["drop"], "+"),
-        }
-        for form in stored["artifacts"]
-        if form["artifact"] != "fp32"
-        for name, task in form["judged"]["tasks"].items()
-    ]
-
-
 def verdict(stored: Stored) -> str:
     """Return the form to use and its verdict on test."""
     form, size = stored["artifacts"][stored["chosen"]], stored["batch_size"]
@@ -116,7 +97,7 @@ def _confirmed(stored: Stored) -> str:
 
 
 def loading(stored: Stored, model: str) -> str:
-    """Return the Python expression that loads the chosen form from the folder `model`."""
+    """Return the Python expression to load the chosen form from the folder `model`."""
     device = ', device="cpu"' if stored["device"]["type"] == "cpu" else ""
     return f'hpo.load("{model}"{device})'
 

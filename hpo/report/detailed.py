@@ -13,7 +13,7 @@ from hpo.report.terminal import Rows
 from hpo.study.reading.study_record import TrialRecord
 
 SPLITS = ("test", "validation", "train")
-"""Order of the page: splits that the search has not seen come first."""
+"""Order of the page: splits unseen by the search come first."""
 MAX_CONFUSIONS = 20
 
 
@@ -44,7 +44,7 @@ class Detailed:
 
     @property
     def thresholds(self) -> str:
-        """The split on which thresholds were chosen; empty if unknown."""
+        """The split of the choice of thresholds; empty if unknown."""
         split = self.document["decided_on"]
         if not split:
             return ""

@@ -19,7 +19,7 @@ from hpo.tasks.kind import known_kind
 
 HEADING = "Right and wrong predictions of the best model"
 SIGNS = {"missed": "−", "spurious": "+", "both": "="}
-"""CSS class -> sign. The class `mixed` is that of a piece with several signs."""
+"""CSS class -> sign. A piece with several signs has the class `mixed`."""
 _LEGEND = [("missed", "−", "true only"), ("spurious", "+", "predicted only"), ("both", "=", "both")]
 _MARK = Markup('<mark class="{}"><b>{}</b>{}</mark>')
 

@@ -80,7 +80,7 @@ def format_cell(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A parameter as in a study file; floats in full, so that the trial can be repeated."""
+    """A parameter as in a study file; floats in full, to repeat the trial."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

@@ -53,7 +53,7 @@ def rank_name(trial: TrialRecord) -> str:
 
 
 def resume_message(study: str) -> str:
-    """Name the commands that continue a paused or cancelled study."""
+    """Name the commands to continue a paused or cancelled study."""
     return f"To continue it: hpo resume {study}, then hpo worker {study}"
 
 
@@ -77,7 +77,7 @@ def paused_message(record: StudyRecord) -> str:
 
 
 def limit_messages(record: StudyRecord) -> list[str]:
-    """Count the trials that meet the limits, and name the nearest trial if none does."""
+    """Count the trials within the limits, and name the nearest trial if there is none."""
     counts = limit_counts(record)
     if not counts or not (counts["complete"] or counts["ended_early"]):
         return []
@@ -91,7 +91,7 @@ def limit_messages(record: StudyRecord) -> list[str]:
 
 
 def budget_messages(record: StudyRecord) -> list[str]:
-    """Tell what part of the budget is spent, and on what; nothing without a budget."""
+    """Describe the spent part of the budget; empty without a budget."""
     budget = budget_status(record)
     if budget is None:
         return []

@@ -45,7 +45,7 @@ class Outlook:
     seconds: float
     """Remaining device time."""
     next_seconds: float
-    """Device time of one more trial, with the promotions that it allows."""
+    """Device time of one more trial, with its promotions."""
     promotion: Promotion | None
     """Rule of pauses; None: trials do not pause."""
 
@@ -115,7 +115,7 @@ def stored_outlook(record: StudyRecord) -> Outlook:
 
 
 def _measured(record: StudyRecord, promotion: Promotion | None, trials: Sequence[Any]) -> Cost | None:
-    """Mean cost of the trials that have trained and have ended or paused."""
+    """Mean cost of the trained trials, ended or paused."""
     measurements = []
     for stored, trial in zip(record.trials, trials, strict=True):
         is_at_rest = trial.state.name in _FINISHED or is_paused(trial)

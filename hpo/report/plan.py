@@ -1,6 +1,6 @@
 """Plan of a study: the rest of its trials, their time, and the losses that a comparison can exclude.
 
-The costs come from complete trials, or from some steps that are trained here.
+The costs come from complete trials, or from some training steps on this machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hpo.trial.telemetry import Callbacks
 _logger = logging.getLogger(__name__)
 
 MEASURED_STEPS = 13
-"""Steps that are trained if there is no complete trial; three of them are warm-up."""
+"""Training steps if there is no complete trial; three of them are warm-up."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Plan:
     limit: str = ""
     """Losses that no comparison can exclude; empty: unknown, or the objective is in label units."""
     num_shares: int | None = None
-    """Number of workers, or under a budget of their devices, that spend time at once; None: `num_workers`."""
+    """Number of workers, or under a budget of their devices, at work; None: `num_workers`."""
 
     @property
     def hours_to_the_end(self) -> float:

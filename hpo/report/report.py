@@ -64,7 +64,7 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
     """Write the report into `out_dir`, over an earlier one, and return the path of the HTML file.
 
     Args:
-        study_file: the study in the command that trains a trial again.
+        study_file: the study in the command to train a trial again.
 
     Raises:
         RunError: a file cannot be written.
@@ -184,7 +184,7 @@ def _plot(chart: Chart) -> Markup:
 
 
 def _evaluate_command(tables: StudyTables, study_file: str | None) -> str | None:
-    """The command that evaluates the best trial in detail; None if the study keeps no checkpoint."""
+    """The command to evaluate the best trial in detail; None if the study keeps no checkpoint."""
     record = tables.record
     if not tables.best or (record.definition.get("checkpoint") or {}).get("top_k") == 0:
         return None

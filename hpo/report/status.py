@@ -26,13 +26,13 @@ from hpo.study.reading.study_record import (
 )
 
 UNSPENT_SHARE = 0.02
-"""Share of a budget that may stay unspent without a reason."""
+"""Largest unspent share of a budget without a reason."""
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
     """Return the content of `hpo status --json`. Times are UTC.
 
-    Only trials that trained count for the rate: one that failed at once says nothing about the others.
+    Only trials with some training count for the rate: an immediate failure says nothing about the others.
     """
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
@@ -133,7 +133,7 @@ def _unspent_message(record: StudyRecord, hours_left: float, ahead: Outlook) -> 
 
 
 def _busy_seconds(trials: Iterable[TrialRecord]) -> float:
-    """Seconds in which at least one of these trials was running, without pauses of the study."""
+    """Seconds with at least one of these trials running, without pauses of the study."""
     ends = [(trial.ended.timestamp(), trial.active_seconds or 0.0) for trial in trials if trial.ended]
     busy, until = 0.0, 0.0
     for begin, end in sorted((end - seconds, end) for end, seconds in ends):

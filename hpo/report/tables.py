@@ -159,7 +159,7 @@ class StudyTables:
 
     @cached_property
     def complete(self) -> pd.DataFrame:
-        """Rows of `trials` that were trained and evaluated with finite values."""
+        """Rows of complete `trials` with finite values."""
         numbers = [trial.number for trial in complete_trials(self.record)]
         return self.trials[self.trials["number"].isin(numbers)]
 
@@ -290,7 +290,7 @@ def precision_table(tables: StudyTables) -> Rows:
 
 
 def objective_column(metric: str) -> str:
-    """Return the column of an objective; its bare name may be that of a measured quantity."""
+    """Return the column of an objective; a measured quantity may have its bare name."""
     return f"objective.{metric}"
 
 
@@ -342,7 +342,7 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
 
 
 def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The metrics, with those of a task as `task/metric`."""
+    """The metrics, a task's as `task/metric`."""
     for name, value in metrics.items():
         if isinstance(value, dict):
             for inner, number in _flat(value):

@@ -21,13 +21,13 @@ FORMATS = ("adapter", "base_precision", "optimizer_state", PARTS, "attention", "
 """Settings, other than `fp_precision`, of how numbers are stored or computed."""
 
 _FULL = ("fp32", "tf32")
-"""Precisions in which all parts compute in fp32 anyway."""
+"""Precisions with all parts in fp32 anyway."""
 
 
 def differing_formats(
     trials: Sequence[TrialRecord], definition: Mapping[str, Any]
 ) -> dict[str, Sequence[str]]:
-    """Return the requested value of each trial, by setting, for the formats in which trials differ."""
+    """Return the requested value of each trial, by setting, for the formats that differ."""
     formats = [trial_formats(trial, definition) for trial in trials]
     columns = {name: [one[name] for one in formats] for name in FORMATS}
     is_searched = {name: name in (definition.get("search_space") or {}) for name in FORMATS}

@@ -20,7 +20,7 @@ from hpo.trial.verify import PrecisionCheck
 
 
 def trial_record(metrics: Sequence[str], params: Mapping[str, Any], result: TrialResult) -> dict[str, Any]:
-    """Return the record that a study would store of a trial."""
+    """Return the record of a trial, as in a study."""
     values = None if result.values is None else dict(zip(metrics, result.values, strict=True))
     return {"params": params, "values": values, **trial_attributes(result)}
 

@@ -87,7 +87,7 @@ class Params(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class OwnConfig:
-    """The settings of a trial whose loop is the study's own."""
+    """The settings of a trial with its own loop."""
 
     params: Params
     seed: int

@@ -222,5 +222,5 @@ def test_a_precision_without_support_on_this_device(folder: Path) -> None:
         gpu = DeviceInfo("cuda", "Test GPU", compute_capability=(8, 0), cuda_bf16=True)
         elsewhere = open_comparison(storage, record, config, request, device=gpu, has_test=True)
         create_or_resume_study(storage, elsewhere)
-    message = "Go on on a device that does, or begin anew, without its trials: hpo delete"
+    message = "Continue on a device that does, or start again without its trials: hpo delete"
     refused(hpo_command(folder, "compare", "tiny.yaml", "--json"), message)

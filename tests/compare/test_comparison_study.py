@@ -134,15 +134,6 @@ def test_a_setting_of_one_precision_has_its_best_value_or_default(
     assert [one.params["init_scale"] for one in plan.configurations] == [expected]
 
 
-def test_a_precision_with_its_own_weights_has_no_base_precision(empty: Storage) -> None:
-    space = {"fp_precision": choices("bf16-true", "fp32"), "learning_rate": choices(1e-5, 3e-5)}
-    config = searched(empty, by_rate, search_space=space, training={"adapter": "lora"})
-    comparison = begun(empty, config, Request("base_precision", precisions=("int8",), top=4))
-    assert {one.params["fp_precision"] for one in plan_of(comparison).configurations} == {"fp32"}
-    assert plan_of(comparison).precisions == ("fp32", "int8")
-    assert comparison.name == "tiny-compare-base"
-
-
 def test_a_device_without_a_base_precision(empty: Storage) -> None:
     config = searched(empty, by_rate, training={"adapter": "lora"})
     record, device = read_study(empty, config.name), replace(HERE, has_bitsandbytes=False)
@@ -151,25 +142,6 @@ def test_a_device_without_a_base_precision(empty: Storage) -> None:
         open_comparison(empty, record, config, asked, device=device, has_test=True)
     every = open_comparison(empty, record, config, Request("base_precision"), device=device, has_test=True)
     assert plan_of(every).precisions == ("fp32", "bf16", "int8")
-
-
-def test_an_unsearched_precision_is_the_effective_one(empty: Storage) -> None:
-    config = searched(empty, lambda _: 80.0, search_space={"learning_rate": choices(1e-5, 3e-5)})
-    (one, *_) = plan_of(begun(empty, config, Request("optimizer_state", precisions=("int8",)))).configurations
-    assert one.params["fp_precision"] == "fp32"
-
-
-def test_configurations_with_and_without_an_adapter(empty: Storage) -> None:
-    space = {
-        "fp_precision": choices("fp32", "bf16"),
-        "learning_rate": choices(1e-5),
-        "adapter": choices("none", "lora"),
-        "base_precision": choices("fp32", "int8", adapter="lora"),
-    }
-    config = searched(empty, by_rate, search_space=space, sampler={"name": "random", "seed": 1})
-    plan = plan_of(begun(empty, config, Request(top=3)))
-    found = {(one.params["adapter"], one.params["base_precision"]) for one in plan.configurations}
-    assert found == {("none", "fp32"), ("lora", "fp32"), ("lora", "int8")}
 
 
 @pytest.mark.parametrize(
@@ -245,15 +217,6 @@ def test_a_comparison_stays_on_its_kind_of_device(storage: Storage, config: Stud
         open_comparison(storage, record, config, REQUEST, device=other, has_test=True)
     run(storage, comparison, by_rate)
     open_comparison(storage, record, config, REQUEST, device=other, has_test=True)  # to show the result
-
-
-def test_workers_run_the_trials_of_added_seeds(storage: Storage, config: StudyConfig) -> None:
-    comparison = begun(storage, config, REQUEST)
-    create_or_resume_study(storage, comparison)
-    assert len(run(storage, comparison, by_rate).trials) == 12
-    create_or_resume_study(storage, with_plan(comparison, with_seeds(plan_of(comparison), 5)))
-    record = run(storage, comparison, by_rate)  # a worker with the old plan
-    assert len({tuple(trial.params.values()) for trial in record.trials}) == len(record.trials) == 20
 
 
 @pytest.mark.parametrize(

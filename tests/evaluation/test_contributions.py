@@ -105,7 +105,7 @@ def test_contributions_have_the_mean_of_the_score(kind: str, metric: str) -> Non
         assert {round(value, 6) for value in found.rows_N} == {0.0, 100.0}
 
 
-def test_pseudo_values_are_those_of_the_jackknife() -> None:
+def test_pseudo_values_follow_the_jackknife() -> None:
     task = task_of("single_label", "f1_macro")
     truths, predicted, _ = drawn("single_label", 40, 2)
     found = scored({"t": statistics(task, truths, predicted)}, "t/f1_macro")
@@ -134,7 +134,7 @@ def test_a_task_with_few_labelled_rows_has_a_large_bound_in_the_score() -> None:
     assert found.row_bound == pytest.approx(100 * (20 + 1) / 2)
 
 
-def test_errors_beyond_the_range_of_the_labels_count_as_that_range() -> None:
+def test_errors_are_capped_at_the_range_of_the_labels() -> None:
     task = Task("t", "regression", primary="mae")
     far = scored({"t": statistics(task, [0.0, 1.0, 2.0, 4.0], [0.0, 1.0, 2.0, 1e9])}, "t/mae")
     assert far is not None
@@ -225,7 +225,7 @@ def test_predictions_in_random_order_have_the_expected_score() -> None:
     assert shuffled_value({"t": number}, "t/r2") == -np.inf
 
 
-def test_rare_classes_are_those_with_an_unknown_loss() -> None:
+def test_rare_classes_have_an_unknown_loss() -> None:
     task = Task("t", "single_label", CLASSES, primary="f1_macro")
     found = perfect_statistics([task], examples(task, ["a"] * 600 + ["b"] * 395 + ["c"] * 5))
     assert rare_classes(found, "t/f1_macro", 0.5) == {"c": 5}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from support.study_records import (
     with_values,
 )
 
-from hpo.precision.table import PRECISION_NAMES
 from hpo.report.charts import (
     MAX_CURVES,
-    PRECISION_STYLES,
     Chart,
     all_charts,
     history,
@@ -38,13 +35,6 @@ def points(chart: Chart) -> list[tuple[float, float]]:
 
 def line(chart: Chart, name: str) -> Any:
     return next(trace for trace in chart.figure.data if trace.name == name)
-
-
-def test_every_precision_has_its_own_colour_and_marker() -> None:
-    assert set(PRECISION_STYLES) == set(PRECISION_NAMES)
-    for (color, marker), (other_color, other_marker) in combinations(PRECISION_STYLES.values(), 2):
-        assert color != other_color
-        assert marker != other_marker
 
 
 @pytest.mark.parametrize(("direction", "best_of"), [("maximize", max), ("minimize", min)])
@@ -109,23 +99,6 @@ def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None
     assert keys[0] == "objectives"
     assert {"history", "history_2", "metric_throughput"} <= set(keys)
     assert len(keys) == len(set(keys))
-
-
-@pytest.mark.parametrize(
-    ("metrics", "keys"),
-    [
-        (("score", "train_examples_per_second"), ["objectives"]),
-        (("train_examples_per_second",), []),
-        (("score", "peak_memory_bytes", "train_tokens_per_second"), ["objectives"]),
-    ],
-)
-def test_objectives_of_speed_have_no_second_throughput_chart(
-    metrics: tuple[str, ...], keys: list[str]
-) -> None:
-    trial = dataclasses.replace(fake_trial(0, "fp32"), values=(1.0,) * len(metrics))
-    tables = tables_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))
-    drawn = [chart.key for chart in all_charts(tables)]
-    assert [key for key in drawn if key.startswith(("objectives", "metric_throughput"))] == keys
 
 
 def test_titles_and_names_are_escaped() -> None:

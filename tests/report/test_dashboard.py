@@ -97,12 +97,9 @@ def test_names_in_the_note_are_escaped() -> None:
     ("header", "is_own"),
     [
         ("127.0.0.1:8080", True),
-        ("localhost:8080", True),
         ("[::1]:8080", True),
-        ("10.0.0.5:8080", True),
         ("evil.example:8080", False),
         ("127.0.0.1.evil.example", False),
-        ("[evil", False),
         ("", False),
     ],
 )
@@ -132,9 +129,3 @@ def test_a_port_in_use_is_one_clear_message(sqlite_url: str) -> None:
         port = used.getsockname()[1]
         with pytest.raises(InputError, match=f"listen on 127.0.0.1:{port}, but: Address already in use"):
             dashboard_server(sqlite_url, port)
-
-
-@pytest.mark.parametrize("host", ["", "localhost", "::1", "10.0.0.256"])
-def test_host_must_be_an_ipv4_address(sqlite_url: str, host: str) -> None:
-    with pytest.raises(InputError, match=f"--host must be an IPv4 address .* but got `{host}`"):
-        dashboard_server(sqlite_url, 0, host)

@@ -2,15 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from rich.console import Console
-
 from hpo.deploy.artifacts import NAMES
 from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment, Judged, TaskDrop
 from hpo.deploy.timing import SpeedUp, Timing
 from hpo.evaluation.record import Interval
-from hpo.report import terminal
-from hpo.report.deployed import loading, shown, verdict
+from hpo.report.deployed import verdict
 
 
 def found(chosen: str = "onnx_int8_dynamic", **changes: Any) -> dict[str, Any]:
@@ -49,27 +45,6 @@ def found(chosen: str = "onnx_int8_dynamic", **changes: Any) -> dict[str, Any]:
         left_out={},
     )
     return deployment.as_json() | changes
-
-
-def test_numbers_and_units_are_whole_in_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(terminal, "Console", lambda **given: Console(width=80, **given))
-    terminal.print_parts(shown({**found(), "folder": "runs/banking/deploy"}))
-    screen = capsys.readouterr().out
-    assert max(map(len, screen.partition("fp16:")[0].splitlines())) <= 80
-    text = screen.replace("\u00a0", " ")
-    assert text.count("91 MB") == 4
-    assert text.count("22.8 MB") == 1
-    assert "by task: the primary metric; drops in points" in text
-    assert text.count("-1.2 [-2.5,") == 2 * (len(NAMES) - 1)
-    assert 'hpo.load("runs/banking/deploy/model", device="cpu")' in text
-
-
-def test_the_model_is_loaded_on_the_device_of_its_scores() -> None:
-    assert loading(found("fp32"), "model") == 'hpo.load("model", device="cpu")'
-    gpu = {"type": "cuda", "name": "NVIDIA L4", "features": []}
-    assert loading(found("bf16", device=gpu), "model") == 'hpo.load("model")'
 
 
 def test_verdict_has_the_speed_and_the_drop_on_test() -> None:

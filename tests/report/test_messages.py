@@ -13,28 +13,13 @@ from support.detailed_documents import every_kind
 from support.study_records import DEFINITION, fake_trial, record_of
 
 from hpo.report import best_screens, screens
+from hpo.report.best_screens import summary
 from hpo.report.dashboard import study_note
-from hpo.report.messages import SCORE, budget_messages, limit_messages, paused_message, score_message
+from hpo.report.messages import SCORE, budget_messages, paused_message
 from hpo.report.report import write_report
 from hpo.report.status import study_status
-from hpo.report.summary import summary
 from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord
-
-
-def test_trials_within_and_beyond_each_limit_are_counted() -> None:
-    limits = {"peak_memory_bytes": {"max": 5e8}, "criteria/f1_micro": {"min": 0.5}}
-    both = {"peak_memory_bytes": 0.25, "criteria/f1_micro": 0.1}
-    trials = [
-        dataclasses.replace(fake_trial(0, "fp32"), constraints=both),
-        fake_trial(1, "fp32"),
-        dataclasses.replace(fake_trial(2, "fp32", "pruned"), constraints={"peak_memory_bytes": 0.25}),
-    ]
-    (text,) = limit_messages(record_of(trials, definition={**DEFINITION, "constraints": limits}))
-    assert text == (
-        "1 of 2 complete trials within all limits. Ended early over a limit: 1 trial. "
-        "Not within `peak_memory_bytes <= 5e+08`: 2 trials. Not within `criteria/f1_micro >= 0.5`: 1 trial."
-    )
 
 
 def test_spent_hours_by_precision_and_outcome() -> None:
@@ -83,8 +68,3 @@ def test_every_screen_names_the_objective_and_explains_the_score_once(screen: st
     assert SCORE not in shown
     named = "<dt>tags/f1_micro on test</dt>" if screen == "page" else "test, 500 rows: tags/f1_micro 0.610"
     assert named in shown.replace("\u00a0", " ")
-
-
-def test_the_score_of_own_code_is_not_explained() -> None:
-    own = {**DEFINITION, "code": {"own_loop.py": "0" * 64}, "data": {"source": "none"}}
-    assert score_message(dataclasses.replace(record("score"), definition=own)) == ""

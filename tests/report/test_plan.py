@@ -71,18 +71,6 @@ def test_few_rows_cannot_show_a_precision_to_be_as_good(tmp_path: Path) -> None:
     assert text.endswith("be as good as fp32. Label more rows of test to change that.")
 
 
-def test_enough_rows_state_their_limit_alone(tmp_path: Path) -> None:
-    text = comparison_limit(ACCURACY, data_of(tmp_path, 1000), 0.5)
-    assert text == "With 1,000 labelled rows of test, losses under 0.37 points cannot be excluded."
-
-
-def test_classes_with_too_few_rows_are_named(tmp_path: Path) -> None:
-    config = study(1, objective={"metric": "topic/f1_macro"})
-    text = comparison_limit(config, data_of(tmp_path, 4000), 2.0)
-    assert "`rare` (2)" in text
-    assert "no precision can be shown to be as good as fp32" in text
-
-
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_a_test_split_without_labels_is_replaced_by_validation(tmp_path: Path, is_missing: bool) -> None:
     data = data_of(tmp_path, 100)

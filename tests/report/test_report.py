@@ -71,16 +71,6 @@ def test_page_has_every_outcome_with_its_reason(full_report: Path) -> None:
     assert "38 of 40 trials ended." in text
 
 
-def test_energy_is_shown_if_measured(tmp_path: Path) -> None:
-    record = fake_record()
-    assert "joules/example" not in without_plotly(write_report(record, tmp_path / "without"))
-    for trial in record.trials:
-        trial.telemetry.get("throughput", {})["train_joules_per_example"] = 1.25
-    text = without_plotly(write_report(record, tmp_path / "with"))
-    assert "<dt>train joules/example</dt><dd>1.25</dd>" in text
-    assert "<th>joules/example</th>" in text
-
-
 def test_page_loads_nothing_from_outside(full_report: Path) -> None:
     text = without_plotly(full_report)
     assert full_report.stat().st_size < 3e6, "small enough for a message"
@@ -127,14 +117,6 @@ def test_a_study_with_few_trials_has_a_report(
     text = without_plotly(write_report(record, tmp_path))
     assert message in text
     assert charts_of(text) == charts
-
-
-def test_a_second_report_replaces_the_first_and_leaves_other_files(tmp_path: Path) -> None:
-    write_report(record_of([fake_trial(0, "fp32")]), tmp_path)
-    (tmp_path / "tables" / "notes.csv").write_text("kept")
-    write_report(record_of([]), tmp_path)
-    assert (tmp_path / "tables" / "notes.csv").read_text() == "kept"
-    assert "There is no trial yet." in without_plotly(tmp_path / "report.html")
 
 
 def test_a_full_disk_leaves_the_old_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

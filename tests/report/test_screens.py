@@ -15,22 +15,15 @@ from support.study_records import fake_record, fake_trial, record_of
 from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
-from hpo.precision.table import Support
 from hpo.report import best_screens, progress, screens, terminal
+from hpo.report.best_screens import summary
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status
-from hpo.report.summary import summary
 from hpo.report.terminal import print_parts, text_table
-from hpo.report.trial_screens import verification
-from hpo.study.reading.overview import StudyOverview
 from hpo.study.reading.study_record import WorkerRecord
 from hpo.study.reading.watch import Look
-from hpo.trial.compat import Compatibility
-from hpo.trial.costs import Costs
-from hpo.trial.measure import Measurement
-from hpo.trial.verify import PrecisionCheck
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}
 LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. Use fp32 or bf16."
@@ -114,15 +107,6 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     ]
 
 
-def test_progress_of_a_budget_names_each_objective_and_no_total(tmp_path: Path) -> None:
-    screen = Screen(250)
-    goals = [{"metric": "criteria/f1_micro"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
-    display = StudyDisplay(tiny_study(tmp_path, budget={"hours": 2}, objective=goals), console=screen.console)
-    display.show(Look([], [watched(7, "pruned")], num_done=3))
-    assert screen.lines == [f"trial   7  pruned        {describe_params(PARAMS)}  3 trials"]
-    assert display.values([0.5, 2**30]) == "criteria/f1_micro 0.5, peak_memory_bytes 1 GiB"
-
-
 # Screens
 
 
@@ -143,59 +127,6 @@ def test_status_shows_live_workers(screen: Screen) -> None:
     record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
     print_parts(screens.status(record, study_status(record)))
     assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
-
-
-@pytest.mark.parametrize(
-    ("changes", "line", "names_worker"),
-    [
-        ({}, "No worker is running. To start one: hpo worker fake", True),
-        (
-            {"state": "paused"},
-            "The study is paused. To continue it: hpo resume fake, then hpo worker fake",
-            True,
-        ),
-        ({"counts": {"open": 0, "running": 0, "done": 2}}, "fake: 2 of 2 trials ended", False),
-    ],
-)
-def test_status_names_the_next_command(changes: dict[str, Any], line: str, names_worker: bool) -> None:
-    record = record_of([], **changes)
-    lines = [str(part) for part in screens.status(record, study_status(record))]
-    assert line in lines
-    assert any("hpo worker" in one for one in lines) == names_worker
-
-
-def test_watch_reads_until_the_study_is_over() -> None:
-    done = record_of([fake_trial(0, "fp32")], counts={"open": 0, "running": 0, "done": 1})
-    records = iter([record_of([]), record_of([]), done])
-    facts = [facts for facts, _ in screens.watched(lambda: next(records), 0)]
-    assert facts[0] == facts[1] != facts[2]
-
-
-@pytest.mark.parametrize(
-    ("state", "shown"), [("open", "unfinished"), ("done", "finished"), ("paused", "paused")]
-)
-def test_list_of_studies_has_their_state(state: str, shown: str) -> None:
-    trials = {"open": 2, "running": 0, "done": 4, "total": 6}
-    (_, (row,)), *_ = screens.overview([StudyOverview("s", state, trials, 0, 0.0, 60.0)])
-    assert (row["state"], row["trials ended"]) == (shown, "4 of 6")
-
-
-def test_verification_shows_errors_speed_and_notes(screen: Screen) -> None:
-    measurement = Measurement(
-        "bf16", logits_relative_error={"a": 1.25e-3, "b": 4e-3}, gradient_cosine=0.99912
-    )
-    check = Compatibility("incompatible", (), measurement, costs=Costs(0.1, 2.5, 0.75, 2.4))
-    checks = [
-        PrecisionCheck("bf16", Support("native"), check, LONG),
-        PrecisionCheck("bf16-true", Support("unsupported", LONG), None, LONG),
-    ]
-    print_parts(verification(checks, "NVIDIA [H200]", "Use fp32."))
-    assert screen.fits()
-    assert "NVIDIA [H200]" in screen.text
-    row = r"bf16 +native +incompatible +4\.0e-03 +0\.999120 +2\.50x +0\.75x"
-    assert re.search(row, screen.text)
-    assert " ".join(screen.text.split()).count(LONG) == 2
-    assert screen.lines[-1] == "Use fp32."
 
 
 @pytest.mark.parametrize("screen", [40, 80], indirect=True)

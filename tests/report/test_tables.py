@@ -2,13 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from support.command_line import hpo_command, ok
 from support.study_records import (
     DEVICE,
     ENDINGS,
@@ -20,11 +17,8 @@ from support.study_records import (
     two_device_record,
     with_values,
 )
-from support.tiny import write_study
 
-from hpo.device import probe_device
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION_NAMES, support
 from hpo.report.detailed import task_metrics_table
 from hpo.report.formats import format_number
 from hpo.report.tables import OUTCOMES, StudyTables, precision_table
@@ -68,7 +62,7 @@ def test_trials_table_has_a_row_for_each_trial_with_its_facts() -> None:
     ],
     ids=["as requested", "fell back", "disagrees", "unverified", "did not run", "shared", "not measured"],
 )
-def test_trials_that_count_for_their_precision(
+def test_conditions_to_count_for_a_precision(
     change: dict[str, Any], counts: bool, counts_for_speed: bool
 ) -> None:
     trial = fake_trial(1, "bf16")
@@ -129,12 +123,6 @@ def test_failures_unrelated_to_precision_are_in_no_row() -> None:
     assert after.by_precision["share_of_time"].sum() < 1
 
 
-def test_best_follows_the_direction() -> None:
-    record = dataclasses.replace(fake_record(), directions=("minimize",))
-    lowest = min(trial.values[0] for trial in record.trials if trial.values)
-    assert StudyTables(record).by_precision["best_score"].min() == lowest
-
-
 def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
     trials = [fake_trial(0, "fp16"), fake_trial(1, "fp16")]
     before = row_of(tables_of(trials[:1]), "fp16")
@@ -144,14 +132,6 @@ def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
     assert (after["trials"], after["complete"], after["fell_back"]) == (2, 2, 1)
     for name in ("best_score", "measured", "peak_memory_bytes_median", "skipped_steps"):
         assert after[name] == before[name]
-
-
-def test_waiting_time_of_a_paused_trial_does_not_count() -> None:
-    trial = fake_trial(0, "fp32")
-    trial.attributes["active_seconds"] = 55.0
-    ended = trial.ended + timedelta(days=1)
-    waited = dataclasses.replace(trial, ended=ended, seconds=trial.seconds + 86400)
-    assert list(tables_of([waited]).trials["seconds"]) == [55.0]
 
 
 def test_an_empty_study_has_empty_tables() -> None:
@@ -193,12 +173,6 @@ def test_several_objectives_have_a_front_instead_of_a_best() -> None:
     assert list(tables.by_precision.loc[0, ["best_score", "best_memory"]]) == [0.6, 10]
 
 
-def test_an_objective_may_be_a_measured_quantity() -> None:
-    trials = [with_values(0, (12.0,)), fake_trial(1, "fp32", "pruned")]
-    row = row_of(tables_of(trials, metric_names=(SPEED,)), "fp32")
-    assert (row[f"best_{SPEED}"], row["measured"]) == (12.0, 2)
-
-
 def test_choices_without_a_trial_are_in_the_table() -> None:
     definition = choosing(["fp32", "tf32", "bf16", "fp16", "fp8"])
     trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32")]
@@ -214,15 +188,6 @@ def test_choices_without_a_trial_are_in_the_table() -> None:
     emulating = choosing(["fp32", "bf16"], amp={"allow_emulated": True})
     assert tables_of(trials[:1], definition=emulating).undrawn == {"bf16": ""}
     assert tables_of([], definition=definition).undrawn == {}
-
-
-def test_a_stored_trial_describes_the_support_of_its_device(tmp_path: Path) -> None:
-    write_study(tmp_path, training={"max_steps": 1, "batch_size": 8, "max_length": 64}, device="cpu")
-    stored = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=fp32", "--json")).json
-    trial = dataclasses.replace(fake_trial(0, "fp32"), telemetry=stored["telemetry"])
-    undrawn = tables_of([trial], definition=choosing(list(PRECISION_NAMES))).undrawn
-    names = [name for name in PRECISION_NAMES if name != "fp32"]
-    assert undrawn == {name: support(name, probe_device("cpu")).reason for name in names}
 
 
 def test_every_kind_of_device_has_its_own_row() -> None:

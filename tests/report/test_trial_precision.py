@@ -44,7 +44,6 @@ def test_facts_about_the_precision_of_computing(change: dict[str, Any], text: st
 @pytest.mark.parametrize(
     ("name", "facts", "text"),
     [
-        ("base_precision", {"requested": "nf4", "effective": "nf4", "agrees": True}, "nf4, ran nf4."),
         ("base_precision", {"requested": "nf4", "effective": None}, "nf4, ran unknown."),
         (
             "base_precision",
@@ -115,11 +114,8 @@ def test_each_combination_of_formats_has_its_own_row_and_group() -> None:
 @pytest.mark.parametrize(
     ("precision", "params", "facts", "shown"),
     [
-        ("bf16", {"fp32_parts": "[]"}, {}, "none"),
         ("bf16", {"fp32_parts": '["heads", "norms"]'}, {}, "heads, norms"),
         ("bf16", {"fp32_parts": "auto"}, {"requested": "auto", "resolved": ["heads"]}, "auto: heads"),
-        ("bf16", {"fp32_parts": "auto"}, {"requested": "auto", "resolved": []}, "auto: none"),
-        ("bf16", {"fp32_parts": "auto"}, {}, "auto"),
         ("fp32", {"fp32_parts": '["heads"]'}, {}, "–"),
         ("bf16", {"fp32_parts": "[x"}, {}, "[x"),
         ("bf16", {}, {}, "none"),

@@ -11,7 +11,7 @@ from hpo.compare.planning import Request
 from hpo.json_safe import json_safe
 from hpo.report.best_screens import split_warnings
 from hpo.report.caveats import caveats
-from hpo.report.charts import all_charts, forests
+from hpo.report.charts import forests
 from hpo.report.dashboard import study_note
 from hpo.report.report import report_html
 from hpo.report.tables import StudyTables
@@ -77,9 +77,3 @@ def test_a_choice_on_the_test_split_is_named(tables: StudyTables) -> None:
     (text,) = split_warnings(tables.record)
     assert text.startswith("`hpo compare` chose between fp32 and bf16, fp16, bf16-true on the test split")
     assert text in {notice.text for notice in caveats(tables)}
-
-
-def test_a_study_without_a_comparison_has_no_verdict() -> None:
-    tables = StudyTables(fake_record())
-    assert split_warnings(tables.record) == recommendations(tables.record) == []
-    assert "verdicts" not in {chart.key for chart in all_charts(tables)}

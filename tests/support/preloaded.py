@@ -12,7 +12,7 @@ import transformers.models.bert.tokenization_bert  # noqa: F401
 import hpo.api.comparing
 import hpo.api.running
 import hpo.api.study
-import hpo.report.summary
+import hpo.report.best_screens
 import hpo.study.running.worker
 import hpo.trial.best_model  # noqa: F401
 from hpo.study.store.storage import open_storage

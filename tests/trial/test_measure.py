@@ -65,7 +65,7 @@ def nan_backward(_: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def no_bfloat16(dense: nn.Linear, hidden: Tensor) -> Tensor:
-    """Has an operator that PyTorch's CPU has in fp32 and not in bf16."""
+    """Call an operator without bf16 on PyTorch's CPU."""
     hidden = dense(hidden)
     return hidden * torch.special.bessel_j0(hidden.detach())
 

@@ -103,10 +103,8 @@ class StoredStudy:
 
     definition: dict[str, Any]
     state: str
-    counts: dict[str, int]
-    """See `Storage.trial_counts`."""
-    has_trained: bool
-    """True if a trial has a checkpoint or an evaluation."""
+    counts: dict[str, int]  # see `Storage.trial_counts`
+    has_trained: bool  # true if a trial has a checkpoint or an evaluation
 
 
 def read_stored(storage: Storage, name: str) -> StoredStudy | None:
