@@ -143,12 +143,10 @@ def is_class_name(name: object) -> bool:
 
 
 def is_trusted_class(name: str) -> bool:
-    """Return whether the user of this machine has named the class."""
     return name in _classes
 
 
 def _files_of(module: str) -> list[Path]:
-    """Return the files of a module or of a package, its own first."""
     try:
         spec = find_spec(module)
     except (ImportError, ValueError):
@@ -269,7 +267,6 @@ def errors_of_code() -> Iterator[None]:
 
 
 def _line_of(codes: Iterable[Code], error: BaseException) -> str | None:
-    """Return the file and line of an error in the codes."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         frames.append((str(error.filename), error.lineno))

@@ -113,11 +113,9 @@ class DeviceInfo:
 
     @property
     def torch_device(self) -> str:
-        """PyTorch's name: `cpu` or `cuda:0`."""
         return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
 
     def describe(self) -> str:
-        """Return one line for people."""
         gib = self.total_memory_bytes / 2**30
         if self.type != "cpu":
             return f"{self.name} ({self.gpu_architecture or 'architecture not known'}, {gib:.0f} GiB)"

@@ -189,7 +189,6 @@ def trial(train: Thing) -> Thing:
 
 
 def has_own_loop() -> bool:
-    """Return whether the current study has its own training loop."""
     known = _has_own_loop.get()
     return TRIAL in TRIALS if known is None else known
 
@@ -222,7 +221,6 @@ def is_own(setting: str, value: Any) -> bool:
 
 
 def metrics_of(kind: str) -> dict[str, Extension]:
-    """Return the study's own metrics of tasks of a kind."""
     return {name: metric for name, metric in METRICS.items() if kind in metric.kinds}
 
 
@@ -241,7 +239,6 @@ def option_section(name: str) -> type[Section] | None:
 
 
 def known_options() -> list[str]:
-    """Return the names of all options."""
     return [f"{owner}.{key}" for owner, section in OPTIONS.items() for key in section.model_fields]
 
 

@@ -20,7 +20,7 @@ from support.slurm import SlurmCluster
 from support.tiny import ENCODER
 
 from hpo.config.study_config import load_study
-from hpo.config.study_places import INSTALLED
+from hpo.config.study_file import INSTALLED
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("studies/examples/*/study.yaml"))

@@ -72,7 +72,7 @@ NUMBERS = TASKS | {"times": {"kind": "regression"}}
 
 
 def write_extended(folder: Path, source: str = EXTENSIONS, **changes: Any) -> Path:
-    """A study with a pooling and a loss of its own, whose options it searches."""
+    """Write a study with its own pooling and loss and their searched options."""
     space = {
         "pooling": {"type": "categorical", "choices": ["mean", "power"]},
         "power.exponent": {"type": "int", "low": 1, "high": 3, "when": {"pooling": "power"}},

@@ -1,4 +1,4 @@
-"""Values of numpy, torch and floats that JSON does not know."""
+"""Values of numpy, torch and floats outside JSON."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from hpo.config.study_config import load_study, stored_study
 from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import InputError
 from hpo.evaluation.intervals import metric_intervals
-from hpo.models.own_encoder import build_own_encoder, load_own_encoder
+from hpo.models.own_encoder import OwnEncoder, load_own_encoder
 from hpo.study.reading.row_statistics import _of_task, _packed
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
@@ -373,7 +373,7 @@ def test_database_cannot_run_code(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["os", "builtins.exec", "other"])
 def test_export_loads_no_other_encoder(tmp_path: Path, name: str) -> None:
     load_study(write_models(tmp_path))
-    build_own_encoder("gru", {}, ()).save_pretrained(tmp_path)
+    OwnEncoder("gru", {}).save_pretrained(tmp_path)
     assert load_own_encoder(tmp_path) is not None
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hpo_encoder": name, "hpo_options": {}}))

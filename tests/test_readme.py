@@ -25,7 +25,7 @@ from support.readme import (
 import hpo
 from hpo.config.definition import CHANGEABLE
 from hpo.config.study_config import load_study
-from hpo.config.study_places import study_files
+from hpo.config.study_file import study_files
 
 TEXT = README.read_text()
 ALL = "\n".join(file.read_text() for file in READMES)

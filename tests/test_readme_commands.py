@@ -17,7 +17,7 @@ from support.command_line import COMMANDS, hpo_command, ok
 from support.readme import PACKAGE, README, READMES, ROOT
 from support.tiny import ENCODER, write_study
 
-from hpo.config.study_places import study_files
+from hpo.config.study_file import study_files
 
 PROGRAMS = (
     *("hpo", "make", "python", "torchrun", "pip"),

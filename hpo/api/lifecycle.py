@@ -12,7 +12,7 @@ from typing import Any
 
 from hpo.api.opening import RUNS
 from hpo.code import unknown_names_allowed
-from hpo.config.known import fixed_problems
+from hpo.config.first import fixed_problems
 from hpo.config.search_space import encode
 from hpo.config.study_config import stored_study
 from hpo.config.trial_config import parse_params
@@ -21,6 +21,7 @@ from hpo.extensions import own_loop_of
 from hpo.report.messages import progress_message, resume_message
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
 from hpo.study.store.database import shown_url
@@ -147,7 +148,7 @@ def set_state(database: Storage, name: str, state: StudyState) -> StateChange:
                 f"The study `{name}` is {state}, but after {WAIT_SECONDS:g} s it has {', '.join(left)}. They "
                 "leave at their next step; one killed on another machine counts for 60 s. Try again."
             )
-    ended = lifecycle.end_unfinished(database, name) if state == "cancelled" else 0
+    ended = end_unfinished(database, name) if state == "cancelled" else 0
     return StateChange(name, state, before, database.trial_counts(name), ended)
 
 

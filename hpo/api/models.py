@@ -105,7 +105,7 @@ def trial_to_reproduce(
         raise RunError(f"The study `{record.name}` has no complete trial.")
     trial = best[0]
     executor = _executor_of(config_of(record), database, trial)
-    evaluations = [(row.step, row.metrics) for row in trial.evaluations]
+    evaluations = {row.step: row.metrics for row in trial.evaluations}
     return executor, RecordedTrial(trial.number, trial.params, trial.telemetry, evaluations)
 
 

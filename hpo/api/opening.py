@@ -24,7 +24,7 @@ RUNS = Path("runs")
 def to_run(config: StudyConfig, n_trials: int | None = None, hours: float | None = None) -> StudyConfig:
     """The study with so many trials or device-hours if given; its folder in `runs/` is made. Raises
     InputError."""
-    from hpo.config.budget import MAX_TRIALS, BudgetConfig
+    from hpo.config.sections import MAX_TRIALS, BudgetConfig
 
     make_runs_folder(config.name)
     check_positive(n_trials=n_trials, hours=hours)

@@ -22,35 +22,41 @@ from typing import TYPE_CHECKING, Any
 from hpo.api.messages import progress_shown
 from hpo.api.named import NamedStudy
 from hpo.api.opening import RUNS, check_positive, check_workers, to_run
-from hpo.config.checkpoint_config import NOT_SHARED
+from hpo.api.running import RunResult, WorkResult, run_result, shown, work_result, worker_processes
+from hpo.cluster.batch.slurm import requeue_this_job
+from hpo.config.resolved_study import resolve_study
+from hpo.config.sections import NOT_SHARED
 from hpo.device import probe_device
 from hpo.errors import InputError, RunError, StoppedError
 from hpo.memory import collector_paused
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
+from hpo.study.running.open_study import OpenOptions, open_study
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
+from hpo.study.running.supervisor import WorkerProcesses
+from hpo.study.running.worker import run_study
 from hpo.study.store.database import parse_url, sqlite_path, storage_url
 from hpo.study.store.storage import open_storage
-from hpo.trial.telemetry import Callbacks
+from hpo.track.background import track_in_background
+from hpo.trial.executor import Executor
+from hpo.trial.own_executor import build_executor
+from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.verify import PrecisionCheck, check_precision, verify
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from hpo.api.lifecycle import Copied, Deleted, Enqueued, StateChange
-    from hpo.api.running import RunResult, WorkResult
     from hpo.api.tracking import Tracked
     from hpo.config.choices import Question, TrackerName
     from hpo.config.study_config import StudyConfig
     from hpo.report.dashboard import Dashboard
     from hpo.report.data_check import DataCheck
     from hpo.report.plan import Plan
-    from hpo.study.running.supervisor import WorkerProcesses
     from hpo.study.store.lifecycle import StudyState
     from hpo.training.evaluate import Evaluation
     from hpo.trial.diagnosis import Diagnosis
     from hpo.trial.reproduction import Reproduction
-    from hpo.trial.telemetry import TrialResult
-    from hpo.trial.verify import PrecisionCheck
 
 _logger = logging.getLogger(__name__)
 
@@ -99,8 +105,6 @@ class Study(NamedStudy):
             InputError: data, model or device cannot be used.
             StudyChangedError: the database has another study of this name.
         """
-        from hpo.api.running import worker_processes
-
         check_workers(workers, workers_per_device)  # before anything is made
         with self._stopping(until, timeout) as stop:
             config = to_run(self.file, n_trials, hours)
@@ -110,11 +114,6 @@ class Study(NamedStudy):
 
     def _run(self, config: StudyConfig, processes: WorkerProcesses, stop: Stop) -> RunResult:
         """Create or resume a study and run its trials in this process, or in `processes` if there are any."""
-        from hpo.api.running import run_result, shown
-        from hpo.study.running.open_study import OpenOptions, open_study
-        from hpo.study.running.worker import run_study
-        from hpo.track.background import track_in_background
-
         how = OpenOptions(trials_run="in workers" if processes.shares else "in this process", is_file=True)
         with open_study(config, storage_url(self._storage), RUNS, how) as opened:
             url = processes.storage_as_given or opened.storage.url
@@ -137,9 +136,6 @@ class Study(NamedStudy):
 
         A name means the study in the database, if there is one. The arguments are those of `run`.
         """
-        from hpo.api.running import worker_processes
-        from hpo.cluster.batch.slurm import requeue_this_job
-
         check_workers(workers, workers_per_device)
         with self._stopping(until, timeout) as stop:
             try:
@@ -156,10 +152,6 @@ class Study(NamedStudy):
         self, config: StudyConfig, processes: WorkerProcesses, stop: Stop, *, is_file: bool
     ) -> WorkResult:
         """Be one or more workers of a study, and keep its number of trials."""
-        from hpo.api.running import shown, work_result
-        from hpo.study.running.open_study import OpenOptions, open_study
-        from hpo.study.running.worker import run_study
-
         here = not processes.shares
         how = OpenOptions(
             resize=False,
@@ -179,8 +171,6 @@ class Study(NamedStudy):
 
     def init(self, *, n_trials: int | None = None, hours: float | None = None) -> StudyRecord:
         """Check the study of the file, and make the tables and the study, before workers start."""
-        from hpo.study.running.open_study import OpenOptions, open_study
-
         options = OpenOptions(trials_run="elsewhere", is_file=True)
         config, url = to_run(self.file, n_trials, hours), storage_url(self._storage)
         with progress_shown(quiet=self._quiet), open_study(config, url, RUNS, options) as opened:
@@ -193,9 +183,6 @@ class Study(NamedStudy):
     ) -> TrialResult:
         """Run one trial with `params` without a database or checkpoint; `show` is called with each
         evaluation."""
-        from hpo.config.resolved_study import resolve_study
-        from hpo.trial.own_executor import build_executor
-
         config = to_run(self.file)
         with self._stopping() as stop:
             executor = build_executor(resolve_study(config, probe_device(config.device)), RUNS)
@@ -214,10 +201,6 @@ class Study(NamedStudy):
 
         `repeats` passes of each precision are timed; the fastest counts.
         """
-        from hpo.config.resolved_study import resolve_study
-        from hpo.trial.executor import Executor
-        from hpo.trial.verify import check_precision, verify
-
         check_positive(repeats=repeats)
         config = to_run(self.config)
         with progress_shown(quiet=self._quiet):
@@ -335,7 +318,6 @@ class Study(NamedStudy):
             RunError: it was interrupted; what has ended is kept.
         """
         from hpo.api.comparing import run_comparison
-        from hpo.api.running import worker_processes
         from hpo.compare.planning import Request
 
         request = Request(question, **options)

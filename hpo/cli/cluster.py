@@ -75,7 +75,7 @@ def submit(
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
     from hpo.code import code_in_use, trust
     from hpo.config.allowed import allowing
-    from hpo.config.study_name import check_study_name
+    from hpo.config.study_file import check_study_name
     from hpo.study.store.database import storage_url
 
     if not options["slurm"]:

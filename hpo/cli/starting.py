@@ -24,8 +24,7 @@ DEFAULT = "own_head"
 )
 def new(folder: Path | None = None, example: str | None = None) -> Answer:
     """Copy an example into a folder, to start from; without a folder, list the examples."""
-    from hpo.config.study_name import study_name
-    from hpo.config.study_places import INSTALLED, study_files
+    from hpo.config.study_file import INSTALLED, study_files, study_name
 
     examples = study_files(INSTALLED)
     if folder is None and example is not None:

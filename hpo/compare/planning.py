@@ -22,9 +22,9 @@ from hpo.config.comparison import (
     ComparisonConfig,
     checked_precision,
 )
-from hpo.config.exclusions import trial_problems
 from hpo.config.limits import MEASURED_METRICS
 from hpo.config.search_space import decode
+from hpo.config.study_checks import trial_problems
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import setting_of

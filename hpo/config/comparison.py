@@ -1,13 +1,13 @@
-"""The plan of `hpo compare`: configurations of another study, each under several precisions and seeds.
+"""The plan of `hpo compare`: configurations of another study, each with several precisions and seeds.
 
-A comparison is of one `setting`: the precision of training (`fp_precision`), of the weights under an adapter
+A comparison varies one `setting`: the precision of training (`fp_precision`), of the weights under an adapter
 (`base_precision`) or of the optimiser's moments (`optimizer_state`). The question `configurations` compares
-no precisions: it trains each configuration in its own `fp_precision` alone.
+no precisions: each configuration trains in its own `fp_precision`.
 
-It is a study whose trials are planned. A *block* is one configuration with one seed under every precision;
-its trials have the same initial weights, order of data and dropout masks. The seeds are never those of the
-search, so that the luck of its winners does not count. The points are a function of this section alone. `hpo
-compare` raises `num_seeds` of the precisions that have no verdict yet.
+The comparison is a study with planned trials. A *block* is one configuration with one seed under every
+precision. Its trials have the same initial weights, order of data and dropout masks. The seeds differ from
+those of the search, so that the luck of its winners does not count. The points depend on this section alone.
+`hpo compare` raises `num_seeds` of the precisions without a verdict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpo.precision.table import (
 from hpo.section import Count, Section, Whole
 
 REFERENCE = "fp32"
-"""What every precision is compared with."""
+"""The precision to compare with."""
 SEED = "seed"
 SETTINGS: Mapping[Question, str] = {
     "precisions": PRECISION,
@@ -39,7 +39,7 @@ SETTINGS: Mapping[Question, str] = {
     "optimizer_state": OPTIMIZER_STATE,
     "configurations": PRECISION,
 }
-"""What the arms of a comparison differ in."""
+"""The varied setting, by question."""
 VALUES: Mapping[str, tuple[str, ...]] = {
     PRECISION: PRECISION_NAMES,
     BASE_PRECISION: get_args(TrialSettings.model_fields[BASE_PRECISION].annotation),
@@ -47,7 +47,7 @@ VALUES: Mapping[str, tuple[str, ...]] = {
 }
 """The values of each setting."""
 Arm = tuple[int, str]
-"""A configuration, by its place in the list, and a precision."""
+"""Index of a configuration, and a precision."""
 
 
 def question_of(setting: str) -> Question:
@@ -55,7 +55,7 @@ def question_of(setting: str) -> Question:
 
 
 def checked_precision(setting: str, name: str) -> str:
-    """A value of a precision by its canonical name. Raises ValueError where there is none of that name."""
+    """Return the canonical name of a precision. Raises ValueError for an unknown name."""
     if setting == PRECISION:
         return canonical_precision(name)
     if name in VALUES[setting]:
@@ -64,45 +64,44 @@ def checked_precision(setting: str, name: str) -> str:
 
 
 class ComparedConfiguration(Section):
-    """A configuration of the study that is compared."""
+    """A configuration of the compared study."""
 
     trial: Annotated[Whole, Field(ge=0)]
-    """The number of its trial there."""
+    """Number of its trial in the study."""
     params: dict[str, Any]
-    """Settings as that trial had them, but for what is compared and the seed."""
+    """Settings of this trial, except for the compared setting and the seed."""
     precision: str = ""
-    """The only precision that it is trained in. Empty: all that are compared."""
+    """Its only precision. Empty: all compared precisions."""
 
 
 class ComparisonConfig(Section):
-    """The plan of a comparison, made by `hpo compare` and no key of a study file."""
+    """The plan of a comparison by `hpo compare`. Not a key of a study file."""
 
     study: str
-    """Whose configurations these are."""
+    """The study with the configurations."""
     study_token: str
-    """What tells that study from a later one of its name."""
+    """Token of the study, to tell it from a later study of the same name."""
     question: Question = "precisions"
-    """What the precisions are of: training, the weights under an adapter, or the moments. `configurations`:
-    no precision is compared."""
+    """The varied setting, see `SETTINGS`. `configurations`: no precision is compared."""
     precisions: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """The compared precisions, fp32 first."""
+    """Compared precisions, fp32 first."""
     configurations: Annotated[tuple[ComparedConfiguration, ...], Field(strict=False, min_length=1)]
     top: Count
-    """How many configurations were asked for; there may be fewer."""
+    """Requested number of configurations. There may be fewer."""
     first_seed: Annotated[Whole, Field(ge=0)]
-    """The seeds are this and those that follow it."""
+    """Smallest seed."""
     seeds: Count
-    """Seeds of each configuration before the first look."""
+    """Seeds of each configuration before the first verdict."""
     max_seeds: Annotated[Count, Field(le=MOST_SEEDS)]
-    """No more are added."""
+    """Largest number of seeds."""
     num_seeds: dict[str, Count]
-    """Seeds so far, of each precision."""
+    """Present number of seeds, by precision."""
     margin: Positive
-    """A smaller loss does not count. In points, for `mae` and `rmse` in the units of the labels."""
+    """Losses below this are ignored. In points; for `mae` and `rmse` in units of the labels."""
     test_seen: str = ""
-    """How scores on test were seen before the configurations were selected. Empty: they were not."""
+    """How test scores were seen before the configurations were selected. Empty: they were not seen."""
     device: str = ""
-    """What all its trials run on, as `DeviceInfo.kind`: that on which it was begun. Empty: any."""
+    """Device of all trials (`DeviceInfo.kind`), the one of the first trial. Empty: any."""
 
     @property
     def setting(self) -> str:
@@ -118,7 +117,7 @@ class ComparisonConfig(Section):
         return precision if self.setting == PRECISION else f"{self.setting} {precision}"
 
     def needs(self) -> dict[str, list[str]]:
-        """What the trials need of a device: values by their setting."""
+        """Return the precisions that a device must support, by setting."""
         points = [self.point(arm, 0) for arm in self.arms()]
         return {
             name: list(dict.fromkeys(point[name] for point in points))
@@ -127,16 +126,16 @@ class ComparisonConfig(Section):
         }
 
     def lacking(self, device: str, left_out: Container[str]) -> tuple[str, ...]:
-        """What a `device` that leaves out these choices lacks to run the trials; empty: nothing.
+        """Return the needs of the trials that a `device` without the `left_out` choices does not meet.
 
-        One that lacks anything runs none of them, since both sides of a pair run on one kind of device.
+        Such a device runs no trial, because both trials of a pair run on one kind of device.
         """
         other = [f"the name {self.device}"] if device and self.device not in ("", device) else []
         names = [choice_name(setting, value) for setting, of in self.needs().items() for value in of]
         return (*(name for name in names if name in left_out), *other)
 
     def points(self) -> list[dict[str, Any]]:
-        """The parameters of all trials, in the order in which they are to run."""
+        """Return the parameters of all trials, in order."""
         return [
             self.point(arm, index)
             for index in range(max(self.num_seeds.values()))
@@ -144,7 +143,7 @@ class ComparisonConfig(Section):
         ]
 
     def point(self, arm: Arm, index: int) -> dict[str, Any]:
-        """The parameters of an arm's trial with the seed of this index, as Optuna holds them."""
+        """Return the parameters of an arm's trial with the seed of this index, as Optuna stores them."""
         configuration, precision = arm
         params = self.configurations[configuration].params
         return {
@@ -154,9 +153,9 @@ class ComparisonConfig(Section):
         }
 
     def seed(self, configuration: int, index: int) -> int:
-        """The seed with an index; no two configurations have one in common.
+        """Return the seed of an index. Each configuration has its own seeds.
 
-        It depends on no number of seeds, so that a comparison may get more of them.
+        A seed does not depend on the number of seeds, so that the number can grow.
         """
         return self.first_seed + index * len(self.configurations) + configuration
 
@@ -165,14 +164,14 @@ class ComparisonConfig(Section):
         return self.seed(len(self.configurations) - 1, MOST_SEEDS - 1)
 
     def _arms_with_seed(self, index: int) -> Iterator[Arm]:
-        """Every second block runs in the opposite order: a device that slows down slows no arm alone."""
+        """Yield the arms with this seed. Every second block is reversed, so that a slowing device is fair."""
         for arm in self.arms()[:: -1 if index % 2 else 1]:
             if index < self.num_seeds.get(arm[1], 0):
                 yield arm
 
     def arms(self) -> list[Arm]:
         return [
-            (place, name)
-            for place, one in enumerate(self.configurations)
+            (index, name)
+            for index, one in enumerate(self.configurations)
             for name in ((one.precision,) if one.precision else self.precisions)
         ]

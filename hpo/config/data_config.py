@@ -1,4 +1,4 @@
-"""Which data a study trains on: where it is, which columns hold what, how much of it, how texts are cut."""
+"""The data of a study: source, files, columns, tasks, limits, and the cutting of long texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpo.tasks.kind import KINDS, known_kind
 
 
 def _path(value: Any, info: ValidationInfo) -> Any:
-    """A path of a study file is relative to that file."""
+    """Return an absolute path. A path of a study file is relative to the file."""
     if not isinstance(value, (str, Path)) or not str(value).strip():
         raise ValueError(f"must be a path, but got {show(value)}.")
     folder = (info.context or {}).get("folder", Path())
@@ -34,7 +34,7 @@ def _path(value: Any, info: ValidationInfo) -> Any:
 
 
 def _hub_name(value: Any, info: ValidationInfo) -> Any:
-    """An id of the hub, or a folder, which as every path of a study file is relative to that file."""
+    """Return an id of the hub, or an absolute folder."""
     folder = (info.context or {}).get("folder")
     if folder is not None and isinstance(value, str) and value and Path(folder, value).is_dir():
         return str(Path(folder, value).absolute())
@@ -62,23 +62,23 @@ def _kind(name: Any) -> Any:
 
 
 class TaskConfig(CheckedSection):
-    """One task, in `tasks.json` or in the study file. Other keys describe the data for people."""
+    """A task, in `tasks.json` or in the study file. Other keys are descriptions for people."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: Annotated[str, BeforeValidator(_kind)]
     """One of `hpo.tasks.kind.KINDS`."""
     classes: Names | None = None
-    """Of single_label and multi_label; left out, those of the training rows."""
+    """Classes of single_label and multi_label. Default: those of the training rows."""
     span_names: Names | None = None
-    """Of the kinds whose truth is spans; of span_per_label, left out, the classes."""
+    """Names of the spans of a task. Default for span_per_label: the classes."""
     evidence_for: str | None = None
-    """Of span_per_label: the task whose classes the spans are evidence for."""
+    """The task with the classes for whose evidence span_per_label looks."""
     spans_may_overlap: bool = False
     inside_segment: str | None = None
-    """Of span_extraction: the segment that the span lies in."""
+    """Segment with the span of span_extraction."""
     primary_metric: str | None = None
-    """What enters `score`, and comparisons; left out, the first metric of the kind."""
+    """Metric for `score` and comparisons. Default: the first metric of the kind."""
 
     @property
     def has_classes(self) -> bool:
@@ -114,14 +114,14 @@ _TASKS = TypeAdapter(dict[Annotated[str, AfterValidator(_task_name)], TaskConfig
 
 
 def task_configs(tasks: Mapping[str, Any]) -> dict[str, TaskConfig]:
-    """The checked tasks by name. Raises pydantic's ValidationError with all that is wrong."""
+    """Return the validated tasks by name. Raises pydantic's ValidationError with all problems."""
     if not tasks:
         refuse(Problem((), "there must be at least one task."))
     return _TASKS.validate_python(dict(tasks))
 
 
 class FilesConfig(Section):
-    """One file for each split, where they do not have the usual names."""
+    """One file for each split, for files with other names."""
 
     train: StudyPath | None = None
     validation: StudyPath | None = None
@@ -129,17 +129,17 @@ class FilesConfig(Section):
 
 
 class ColumnsConfig(Section):
-    """Which column holds what (csv, parquet, hub)."""
+    """Columns of csv, parquet and hub."""
 
     id: str | None = None
-    """Column with a unique id; left out, the row's number."""
+    """Column with a unique id. Default: the number of the row."""
     text: str = "text"
     """Column with the text."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Task name to column: a class or number; several classes as a list or `a|b` (`csv.list_separator`)."""
+    """Task to column. A cell has a class or number, or several classes: a list or `a|b`."""
     spans: dict[str, str] = Field(default_factory=dict)
-    """Task name to column of spans: `{name: [[start, end], ...]}`, or `[[start, end], ...]` if the task has
-    one span name. A span is the characters `text[start:end]`: the first one is 0, and `end` is left out."""
+    """Task to column of spans: `{name: [[start, end], ...]}`, or `[[start, end], ...]` for one span name. A
+    span is the characters `text[start:end]`: counts start at 0, and `end` is excluded."""
 
 
 def _one_character(given: str) -> str:
@@ -156,7 +156,7 @@ def _encoding(name: str) -> str:
         "".encode(name)
     except (LookupError, ValueError):
         raise ValueError(
-            f"must be an encoding that Python knows, such as utf-8, utf-16 or cp1252, but got {show(name)}."
+            f"must be an encoding of Python, such as utf-8, utf-16 or cp1252, but got {show(name)}."
         ) from None
     return name
 
@@ -165,21 +165,21 @@ Character = Annotated[str, AfterValidator(_one_character)]
 
 
 class CsvConfig(Section):
-    """How csv files are written (csv, and csv files of hub)."""
+    """Format of csv files (csv, and csv files of hub)."""
 
     delimiter: Character | None = None
-    """Between cells: a character, or `tab`. Left out: `,`, `;`, tab or `|`, whichever gives the columns."""
+    """Delimiter of cells: a character, or `tab`. Default: `,`, `;`, tab or `|`, detected from the columns."""
     list_separator: Character | None = None
-    """Between the classes of a cell that is no JSON list. Left out: `|`."""
+    """Separator of classes in a cell without a JSON list. Default: `|`."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
-    """Name of the encoding of files that are not UTF-8, such as cp1252 or utf-16."""
+    """Encoding, such as cp1252 or utf-16. Default: UTF-8."""
     empty: Literal["none", "unlabelled"] = "none"
-    """What an empty cell means for a multi_label task: no class holds, or nobody labelled the row. For other
-    tasks an empty cell always means that nobody labelled the row."""
+    """Meaning of an empty cell for a multi_label task: no class, or an unlabelled row. For other tasks an
+    empty cell is an unlabelled row."""
 
 
 class HubConfig(Section):
-    """A data set of the Hugging Face hub."""
+    """A data set on the Hugging Face hub."""
 
     name: Annotated[str, BeforeValidator(_hub_name)]
     """Id of the data set, or a local folder that `datasets` loads."""
@@ -188,11 +188,11 @@ class HubConfig(Section):
     revision: str | None = None
     """Commit, tag or branch."""
     splits: dict[Literal["train", "validation", "test"], str] = Field(default_factory=dict)
-    """Split here to split there; left out, the same names."""
+    """Split of the study to split of the data set. Default: the same names."""
 
 
 class LimitsConfig(Section):
-    """At most so many examples of a split."""
+    """Largest number of examples of each split."""
 
     train: Count | None = None
     validation: Count | None = None
@@ -200,7 +200,7 @@ class LimitsConfig(Section):
 
 
 class SyntheticConfig(CheckedSection):
-    """Generated clinical-style posts with criteria and evidence."""
+    """Generator of clinical-style posts with criteria and evidence."""
 
     num_train: Count = 2000
     num_validation: Count = 300
@@ -210,11 +210,11 @@ class SyntheticConfig(CheckedSection):
     min_sentences: Count = 2
     """Sentences of the shortest posts."""
     max_sentences: Count = 6
-    """Sentences of the longest posts; more where evidence needs it."""
+    """Sentences of the longest posts, or more if evidence needs it."""
     label_noise: float = Field(0.02, ge=0, le=1)
-    """Chance that a criterion's label is missed."""
+    """Probability of a missing label of a criterion."""
     look_alikes: float = Field(0.45, ge=0, le=1)
-    """Share of the sentences without evidence that look like it: denied, over or another person's."""
+    """Share of sentences without evidence that resemble it: denied, past or another person's."""
 
     def problems(self) -> Iterator[Problem]:
         if self.min_sentences > self.max_sentences:
@@ -227,7 +227,7 @@ def _is_own_source(name: object) -> bool:
 
 
 class SourceConfig(CheckedSection):
-    """The keys of one source of examples."""
+    """A source of examples."""
 
     OWN: ClassVar[str] = "of your own code"
     SOURCES_OF: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -240,38 +240,37 @@ class SourceConfig(CheckedSection):
         "hub": ("hub",),
         "options": (OWN,),
     }
-    """The sources that read a key; other keys are read with every source."""
+    """Keys of some sources only, with these sources."""
 
     source: Annotated[Source, or_own(_is_own_source)] | None = None
-    """Where the examples come from; required, unless `sources` are given."""
+    """Kind of source. Required without `sources`."""
     path: StudyPath | None = None
     """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."""
     files: FilesConfig = Field(default_factory=FilesConfig)
-    """Files with other names."""
+    """Files with other names than `train`, `validation` and `test`."""
     tasks: Path | dict[str, Any] | None = None
-    """The tasks: a path, or `{task: {kind: ..., classes: [...]}}` here. Left out, the `tasks.json` in `path`.
-    """
+    """Tasks: a path, or `{task: {kind: ..., classes: [...]}}`. Default: the `tasks.json` in `path`."""
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
-    """Columns (csv, parquet, hub)."""
+    """Names of columns (csv, parquet, hub)."""
     csv: CsvConfig = Field(default_factory=CsvConfig)
-    """How csv files are written (csv, and csv files of hub)."""
+    """Format of csv files (csv, and csv files of hub)."""
     hub: HubConfig | None = None
-    """Data set of the hub."""
+    """Data set on the hub."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of a source that your own code brings."""
+    """Options of a source of your own code."""
     synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig)
-    """Sizes and seed."""
+    """Sizes and seed of the generator."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
-    """Use only a part."""
+    """Use only a part of the examples."""
     validation_fraction: float = Field(0.1, gt=0, lt=1)
-    """Share of training examples for validation when there is no such split."""
+    """Share of training examples for validation if there is no validation split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of training examples for testing when there is no such split."""
+    """Share of training examples for testing if there is no test split."""
 
     @field_validator("tasks", mode="before")
     @classmethod
     def _check_tasks(cls, value: Any, info: ValidationInfo) -> Any:
-        """Tasks in the study file get the form of a `tasks.json`: `{"tasks": {name: task}}`."""
+        """Return a path, or tasks in the form of a `tasks.json`: `{"tasks": {name: task}}`."""
         if value is None or isinstance(value, (str, Path)):
             return None if value is None else _path(value, info)
         if not isinstance(value, Mapping):
@@ -283,7 +282,7 @@ class SourceConfig(CheckedSection):
     @field_validator("options")
     @classmethod
     def _check_options(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """As the section of the source holds them, where its code is in use."""
+        """Validate the options if the code of the source is in use."""
         own = SOURCES.get(info.data.get("source", ""))
         if own is None:
             return given
@@ -292,7 +291,7 @@ class SourceConfig(CheckedSection):
 
     @classmethod
     def unread_keys(cls, source: str) -> list[str]:
-        """The keys that this source does not read."""
+        """Return the keys without a meaning for this source."""
         kind = source if source in get_args(Source) else cls.OWN
         return [key for key, sources in cls.SOURCES_OF.items() if kind not in sources]
 
@@ -320,18 +319,18 @@ class SourceConfig(CheckedSection):
             yield Problem(("test_fraction",), "validation and test must leave a part for training.")
 
     def read_by(self, dumped: dict[str, Any]) -> dict[str, Any]:
-        """`dumped`, this section as JSON, without the keys that its source does not read."""
+        """Return `dumped`, this section as JSON, without keys of other sources."""
         unread = self.unread_keys(self.source or "")
         return {key: value for key, value in dumped.items() if key not in unread}
 
 
 class NamedSource(SourceConfig):
-    """One of several sources. It has the keys of `data` for one source, and these."""
+    """One of several sources: the keys of `data`, and these."""
 
     name: Annotated[str, AfterValidator(_name)]
-    """Name of the source; its rows get ids that begin with it, such as `news/17`."""
+    """Name of the source, and prefix of its ids: `news/17`."""
     rename: dict[str, Annotated[str, AfterValidator(_task_name)]] = Field(default_factory=dict)
-    """Task of this source to another name, where two sources have different tasks of one name."""
+    """Task of this source to a new name, if two sources have different tasks of one name."""
 
 
 class DataConfig(SourceConfig):
@@ -344,23 +343,22 @@ class DataConfig(SourceConfig):
     }
 
     long_text: Literal["truncate", "window"] = "truncate"
-    """A text over `max_length`: cut it, or cover it with overlapping windows."""
+    """Longer texts than `max_length`: cut them, or split them into overlapping windows."""
     stride: Annotated[Whole, Field(ge=0)] | None = None
-    """Tokens that neighbouring windows share, at most half of `max_length`. Left out, a fourth of
-    `max_length`, at most 64."""
+    """Overlap of windows in tokens, at most half of `max_length`. Default: a quarter of `max_length`, at most
+    64."""
     pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = None
-    """Two named segments of the text, encoded as a pair (jsonl)."""
+    """Two named segments of the text, to be encoded as a pair (jsonl)."""
     sources: Annotated[tuple[NamedSource, ...], Field(strict=False)] = ()
-    """Data sets that are trained together, each with its tasks. A task that several of them have, with the
-    same labels, is one task."""
+    """Several data sets, each with its tasks. A shared task with the same labels is one task."""
 
     @classmethod
     def of_own_loop(cls) -> DataConfig:
-        """Return the section of a study whose own code trains."""
+        """Return the section of a study with its own training loop."""
         return cls(source=NO_DATA)  # type: ignore[arg-type]
 
     def stride_of(self, max_length: int) -> int:
-        """Tokens that neighbouring windows of `max_length` tokens share."""
+        """Return the overlap of windows of `max_length` tokens."""
         return min(64, max_length // 4) if self.stride is None else self.stride
 
     def problems(self) -> Iterator[Problem]:
@@ -369,7 +367,7 @@ class DataConfig(SourceConfig):
             return
         for key in SourceConfig.model_fields:
             if not self.is_default(key):
-                yield Problem((key,), "must be given for each of `sources`, and not beside them.")
+                yield Problem((key,), "must be given in each of `sources`, not outside them.")
         names = [one.name for one in self.sources]
         for index, one in enumerate(self.sources):
             if one.name in names[:index]:

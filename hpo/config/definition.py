@@ -1,8 +1,7 @@
-"""The definition of a study, as the database keeps it: all its keys, and which of them the file gave.
+"""The definition of a study in the database: all its keys, and the names of the keys in its file.
 
-A study is resumed with the values that it was made with, or refused. A key that one of two versions does not
-know counts only where a file gave it. Keys have the order of the file, since heads have the order of the
-tasks.
+A study resumes with its first values or is refused. A key that only one of two versions of hpo knows counts
+if a file gave it. Keys keep the order of the file, because heads have the order of the tasks.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ CHANGEABLE = (
     "tags",
     "device",
     "checkpoint",
-    "data.csv",  # what it changes in the data changes their fingerprint
+    "data.csv",  # the fingerprint of the data shows its effects
     "amp.memory_fraction",
     "comparison.num_seeds",
     "comparison.max_seeds",
 )
-"""Keys of the study file that may change before a study is resumed: its results still compare."""
+"""Keys that may change in an existing study: its results still compare."""
 
 
 def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The dotted keys that the `content` of a study file gives, of sections and of `loss_weight` each key."""
+    """Yield the dotted keys in the `content` of a study file, including those of sections."""
     for key, value in content.items():
         field = model.model_fields.get(key) if model else None
         inner = section_of(field.annotation) if field else None
@@ -52,9 +51,9 @@ def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above:
 def known_keys(
     model: type[BaseModel], definition: Mapping[str, Any], given: Collection[str], above: str = ""
 ) -> dict[str, Any]:
-    """Return a stored definition of a `model` without the settings that this version does not know.
+    """Return a stored definition of a `model` without unknown settings.
 
-    An unknown setting stays if a file gave it and the results depend on it, so that the `model` refuses it.
+    An unknown setting stays if a file gave it, so that the `model` refuses it.
     """
     known: dict[str, Any] = {}
     for key, value in definition.items():
@@ -68,12 +67,12 @@ def known_keys(
 
 
 def is_given(name: str, given: Collection[str]) -> bool:
-    """Whether a file gave the key, one in it, or one that it is in."""
+    """Return True if a file gave the key, a key in it, or a key around it."""
     return any(f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.") for one in given)
 
 
 def ordered_like(first: Any, value: Any) -> Any:
-    """`value`, the keys of its mappings in the order that they have in `first`."""
+    """Return `value` with the keys of its mappings in the order of `first`."""
     if isinstance(first, list) and isinstance(value, list) and len(first) == len(value):
         return [ordered_like(one, other) for one, other in zip(first, value, strict=True)]
     if not isinstance(first, Mapping) or not isinstance(value, Mapping):
@@ -83,19 +82,19 @@ def ordered_like(first: Any, value: Any) -> Any:
 
 
 def refuse_changes(name: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise StudyChangedError where two definitions of a study differ in what its results depend on."""
+    """Raise StudyChangedError if two definitions of a study differ, and its results depend on it."""
     given = frozenset([*stored["given"], *now["given"]])
     if lines := [*_differences(_without_folders(stored), _without_folders(now), given)]:
         what = "search space" if stored["search_space"] != now["search_space"] else "definition"
         raise StudyChangedError(
             f"The stored study `{name}` has another {what} than the study file, so its results would not "
-            "compare. Write what is stored into the file, or give the study another `name`; `hpo delete "
-            f"{name}` removes what is stored.\n  " + "\n  ".join(lines)
+            "compare. Restore the file, or give the study another `name`; `hpo delete "
+            f"{name}` removes the stored study.\n  " + "\n  ".join(lines)
         )
 
 
 def _without_folders(value: Any) -> Any:
-    """Keep of absolute paths only the last part: the same data may lie elsewhere on another machine."""
+    """Reduce absolute paths to their last part: another machine may have the data elsewhere."""
     if isinstance(value, Mapping):
         return {key: _without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -106,7 +105,7 @@ def _without_folders(value: Any) -> Any:
 def _differences(
     stored: Mapping[str, Any], now: Mapping[str, Any], given: Collection[str], above: str = ""
 ) -> Iterator[str]:
-    """A line for each key that has another value, or that one of the two alone has and a file gave."""
+    """Yield a line for each changed value, and for each key of a file that only one definition has."""
     for key in sorted(stored.keys() | now.keys()):
         name, before, after = f"{above}{key}", stored.get(key), now.get(key)
         if before == after or name in ("given", "folder") or name in CHANGEABLE:

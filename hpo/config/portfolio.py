@@ -1,19 +1,17 @@
-"""Configurations with which encoders were fine-tuned well, tried before a sampler that learns draws any.
+"""Published configurations for fine-tuning encoders, tried before a learning sampler draws any.
 
-A few ranked ones suffice: arXiv 2407.18990. They lie far apart, so that one is near to what the encoder's
-size and the data ask for. The claim of a new trial chooses the next one. It knows how many trials are
-planned: with a budget this depends on what the first trials took.
+A few ranked configurations suffice: arXiv 2407.18990. They lie far apart, so that one of them is near the
+optimum for the encoder's size and the data. The claim of a new trial chooses the next one, because it knows
+the planned number of trials.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hpo.config.known import fitting
+from hpo.config.first import fitting
+from hpo.config.study_config import StudyConfig
 from hpo.extensions import ENCODERS
-
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
 
 PORTFOLIO: tuple[tuple[str, dict[str, Any]], ...] = (
     ("BERT, Devlin et al. 2019, arXiv 1810.04805, A.3", {"learning_rate": 5e-5, "batch_size": 32}),
@@ -30,7 +28,7 @@ PORTFOLIO: tuple[tuple[str, dict[str, Any]], ...] = (
         {"learning_rate": 3e-4, "batch_size": 64, "epochs": 4},
     ),
 )
-"""By rank, each with its source and what is its own."""
+"""Sources and settings, by rank; `COMMON` has the settings that they share."""
 COMMON = {
     "optimizer": "adamw",
     "schedule": "linear",
@@ -41,34 +39,28 @@ COMMON = {
     "dropout": 0.1,
 }
 SHARE = 0.1
-"""Share of a study's planned trials, rounded up: what is lost if all of the portfolio are bad."""
+"""Largest share of a study's planned trials, rounded up."""
 
 
 def portfolio(config: StudyConfig) -> list[tuple[dict[str, Any], str]]:
-    """Return the configurations for a study as Optuna holds them, by rank, with their sources.
+    """Return the configurations for a study, as Optuna stores them, by rank, with their sources.
 
-    They have settings that the study searches, with values in their ranges. There are none for a fresh
-    encoder, one that is frozen under an adapter, another optimiser than AdamW, or a sampler that does not
-    learn.
+    There are none for a fresh encoder, an encoder with an adapter, another optimiser than AdamW, or a sampler
+    that does not learn.
     """
-    if config.comparison is not None or config.has_own_loop:
+    space, training = config.search_space, config.training
+    if not config.portfolio or config.comparison is not None or config.has_own_loop:
         return []
-    if config.training.adapter != "none" or "adapter" in config.search_space:
+    if config.sampler.name not in ("tpe", "gp", "nsga2") or training.adapter != "none" or "adapter" in space:
         return []
-    if not config.portfolio or config.sampler.name not in ("tpe", "gp", "nsga2"):
-        return []
-    choices = getattr(config.search_space.get("encoder"), "choices", ())
-    named = (*choices, config.training.encoder or config.model.encoder)
-    if not all(isinstance(one, str) and one not in ENCODERS for one in named):
+    encoders = (*getattr(space.get("encoder"), "choices", ()), training.encoder or config.model.encoder)
+    if not all(isinstance(one, str) and one not in ENCODERS for one in encoders):
         return []
     found: list[tuple[dict[str, Any], str]] = []
     for source, settings in PORTFOLIO:
-        fits = fitting(config.search_space, {**COMMON, **settings})
-        optimizer = fits.get("optimizer") if "optimizer" in config.search_space else config.training.optimizer
-        if (
-            "learning_rate" in fits
-            and optimizer == COMMON["optimizer"]
-            and fits not in [params for params, _ in found]
-        ):
+        fits = fitting(space, {**COMMON, **settings})
+        optimizer = fits.get("optimizer") if "optimizer" in space else training.optimizer
+        is_new = fits not in [params for params, _ in found]
+        if "learning_rate" in fits and optimizer == COMMON["optimizer"] and is_new:
             found.append((fits, source))
     return found

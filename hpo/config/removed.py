@@ -1,10 +1,8 @@
-"""Settings and commands that earlier versions had, and what to use in their place.
+"""Removed settings and commands, and their replacements.
 
-A key of a study file stands here by its dotted path without the indices of lists: `objective.metric`. A
-setting of a trial could be fixed or searched: it has the keys `training.NAME` and `search_space.NAME`.
-A command and an option stand here as a user types them: `hpo compare`, `hpo compare --seeds`.
-
-A study in a database that was made with a removed key is refused with the message of this table.
+A key of a study file has its dotted path, without the indices of lists: `objective.metric`. A setting of a
+trial has the key `training.NAME`, which also stands for `search_space.NAME`. Commands and options look as a
+user types them: `hpo compare --seeds`. A stored study with a removed key is refused with the same message.
 """
 
 from __future__ import annotations
@@ -25,22 +23,18 @@ REMOVED: dict[str, str] = {
     "hpo submit --image": "Apply the manifests in docker/kubernetes (docker/README.md).",
     "hpo submit --volume-claim": "Apply the manifests in docker/kubernetes (docker/README.md).",
     "training.compile_dynamic": "Leave it out: PyTorch decides which shapes are dynamic.",
-    "search_space.compile_dynamic": "Leave it out: PyTorch decides which shapes are dynamic.",
     "training.embedding_state": "Leave it out: the moments of embeddings are always in fp32.",
-    "search_space.embedding_state": "Leave it out: the moments of embeddings are always in fp32.",
     "training.growth_factor": "Set `amp.growth_factor`.",
-    "search_space.growth_factor": "Set `amp.growth_factor`.",
     "training.growth_interval": "Set `amp.growth_interval`.",
-    "search_space.growth_interval": "Set `amp.growth_interval`.",
     "training.backoff_factor": "Set `amp.backoff_factor`.",
-    "search_space.backoff_factor": "Set `amp.backoff_factor`.",
 }
-"""What to do instead, as one or two sentences, by the key or the command."""
+"""Replacements as one or two sentences, by key or command."""
 
 
 def removed_key(where: Sequence[str | int]) -> str | None:
     """Return the message for a removed key of a study file; None if the key was not removed."""
     key = ".".join(part for part in where if isinstance(part, str))
+    key = key.replace("search_space.", "training.", 1) if key.startswith("search_space.") else key
     return f"this key was removed. {REMOVED[key]}" if key in REMOVED else None
 
 

@@ -1,6 +1,6 @@
-"""A study on the device of this process: its file does not decide everything.
+"""A study on the device of this process, which decides what the study file leaves open.
 
-StudyConfig + DeviceInfo -> ResolvedStudy -> the parts of each trial
+StudyConfig + DeviceInfo -> ResolvedStudy -> parts of each trial
 """
 
 from __future__ import annotations
@@ -15,28 +15,25 @@ from hpo.precision.table import AmpConfig, apply_preset
 
 @dataclass(frozen=True)
 class ResolvedStudy:
-    """A study with the choices that depend on the device."""
+    """A study with the choices for a device."""
 
     config: StudyConfig
     device: DeviceInfo
     amp: AmpConfig
-    """The study's, with its preset applied and the memory fraction of this process."""
+    """`amp` of the study, with its preset applied and the memory fraction of this process."""
     preset_precision: str
-    """The precision of a study that neither fixes nor searches one."""
+    """Precision for a study that neither fixes nor searches one."""
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions that trials may have here."""
+        """Possible precisions of trials on this device."""
         return self.config.precisions or (self.preset_precision,)
 
     def with_amp(self, **changes: Any) -> ResolvedStudy:
-        """Return the study with other values in `amp`."""
+        """Return a copy with other values in `amp`."""
         return replace(self, amp=self.amp.model_copy(update=changes))
 
 
 def resolve_study(config: StudyConfig, device: DeviceInfo) -> ResolvedStudy:
-    """Resolve a study for a device.
-
-    Raises InputError if the study has TF32 and the device is an AMD GPU.
-    """
+    """Resolve a study for a device. Raises InputError for TF32 on an AMD GPU."""
     return ResolvedStudy(config, device, *apply_preset(config.amp, device))

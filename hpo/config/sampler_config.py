@@ -1,7 +1,4 @@
-"""Which of Optuna's samplers and pruners a study uses, and their options.
-
-An option is an argument of Optuna's class, by the same name.
-"""
+"""The sampler and the pruner of a study, and their options, named like the arguments of Optuna's classes."""
 
 from __future__ import annotations
 
@@ -20,26 +17,23 @@ from hpo.section import Count, Switch, Whole
 
 
 def _is_other(own: Registry[Extension]) -> Callable[[Any], bool]:
-    """Whether a name is that of a class, or one that the study's code brings."""
+    """Return a test for names of classes and of the study's own code."""
     return lambda name: is_class_name(name) or own.accepts(name)
 
 
 class _Algorithm(CheckedSection):
-    """A named algorithm of Optuna's, and the options of those that have any.
-
-    An algorithm of other code takes any options: those of its class, or of the study's own code.
-    """
+    """An algorithm of Optuna, or of other code with any options."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
 
     WHAT: ClassVar[str]
     OWN: ClassVar[Registry[Extension]]
-    """Those that the code in use brings."""
+    """Algorithms of the study's own code."""
     CLASSES: ClassVar[dict[str, str]]
-    """Optuna's class of each name."""
+    """Optuna's classes by name."""
     OPTIONS: ClassVar[dict[str, dict[str, Any]]]
-    """The options of each name that has any, with their defaults; None: Optuna's."""
+    """Options by name, with their defaults; None: Optuna's default."""
     name: str
 
     @property
@@ -54,7 +48,7 @@ class _Algorithm(CheckedSection):
 
     @property
     def given_options(self) -> dict[str, Any]:
-        """The options of an algorithm of other code."""
+        """Options of an algorithm of other code."""
         given = {key: getattr(self, key) for key in type(self).model_fields if key not in ("name", "seed")}
         return {key: value for key, value in given.items() if value is not None} | (self.model_extra or {})
 
@@ -76,7 +70,7 @@ class _Algorithm(CheckedSection):
 
 
 class SamplerConfig(_Algorithm):
-    """Which configuration is tried next."""
+    """Choice of the next configuration."""
 
     WHAT = "sampler"
     OWN = SAMPLERS
@@ -97,21 +91,21 @@ class SamplerConfig(_Algorithm):
 
     name: Annotated[Sampler, or_own(_is_other(SAMPLERS))] = "tpe"
     """Optuna's sampler: <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>; or a class
-    such as `optuna.samplers.CmaEsSampler` or `optunahub:samplers/auto_sampler`, with its arguments beside."""
+    such as `optuna.samplers.CmaEsSampler` or `optunahub:samplers/auto_sampler`, with arguments as keys."""
     seed: Whole = Field(42, ge=0, lt=2**31)
-    """Seed; worker number n adds n."""
+    """Seed of the first worker. Worker n adds n."""
     n_startup_trials: Annotated[Whole, Field(ge=0)] | None = None
-    """`tpe`, `gp`: random trials before the sampler learns; left out, 5 for `tpe` and Optuna's for `gp`."""
+    """`tpe`, `gp`: random trials before the sampler learns. Default: 5 for `tpe`, Optuna's for `gp`."""
     multivariate: Switch | None = None
-    """`tpe`: settings are drawn together."""
+    """`tpe`: draw settings jointly."""
     constant_liar: Switch | None = None
-    """`tpe`: keeps away from what other workers are trying."""
+    """`tpe`: avoid the configurations of running trials."""
     population_size: Annotated[Whole, Field(ge=2)] | None = None
-    """`nsga2`: trials of a generation."""
+    """`nsga2`: trials in a generation."""
 
 
 class PrunerConfig(_Algorithm):
-    """When a trial stops early. Steps are evaluations."""
+    """Early end of trials. Steps are evaluations."""
 
     WHAT = "pruner"
     OWN = PRUNERS
@@ -134,41 +128,39 @@ class PrunerConfig(_Algorithm):
     }
 
     name: Annotated[Pruner, or_own(_is_other(PRUNERS))] = "none"
-    """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>) or a class, as for
-    `sampler`; `promote` or `none` with several objectives. With `promote` trials pause at each rung, and the
-    best go on."""
+    """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>) or a class, like
+    `sampler`. With several objectives, only `promote` or `none`. With `promote`, trials pause at each rung,
+    and the best continue."""
     min_resource: Count | None = None
     """`hyperband`, `asha`: evaluations before the first rung."""
     reduction_factor: Annotated[Whole, Field(ge=2)] | None = None
-    """`hyperband`, `asha`, `promote`: of so many trials one goes on; left out, 3 for `promote`."""
+    """`hyperband`, `asha`, `promote`: one of this many trials continues. Default for `promote`: 3."""
     n_startup_trials: Annotated[Whole, Field(ge=0)] | None = None
-    """`median`, `percentile`: trials before the first is stopped."""
+    """`median`, `percentile`: complete trials before the first is pruned."""
     n_warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
-    """`median`, `percentile`: evaluations after which none of a trial's counts."""
+    """`median`, `percentile`: first evaluations of each trial to ignore."""
     percentile: Annotated[float, Field(ge=0, le=100)] | None = None
-    """`percentile`: trials go on that are among so many percent; left out, 25."""
+    """`percentile`: the best percentage of trials continues. Default: 25."""
     patience: Annotated[Whole, Field(ge=0)] | None = None
-    """`patient`: evaluations without getting better; left out, 2."""
+    """`patient`: evaluations without an improvement. Default: 2."""
     starts: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """`promote`: share of a budget at which the first rung is; each of the others is at `reduction_factor`
-    times the one before, as long as half of the budget is left. Left out, 0.04, or later where training to
-    there takes less than the evaluation."""
+    """`promote`: share of the budget at the first rung. Each next rung is at `reduction_factor` times the
+    previous share, up to half of the budget. Default: 0.04, or more if an evaluation takes longer than the
+    training before it."""
     keep: Count | None = None
-    """`promote`: at least so many trials go on to the end, and `reduction_factor` times as many to the last
-    rung, and so on; left out, 2."""
+    """`promote`: smallest number of trials to run to the end. `reduction_factor` times as many reach the last
+    rung, and so on. Default: 2."""
 
     def default_of(self, evaluation_cost: float, num_evaluations: int) -> PrunerConfig:
-        """Return the pruner of a study whose file names none: `promote`, or `none` for short trials.
+        """Return the default pruner: `promote`, or `none` for short trials.
 
-        A start trains to the first rung and is evaluated there. If trials are short, the evaluation is a
-        large part of the start. Then `promote` tries few configurations in the time of one whole trial, and
-        several must start before one comes to its end. Each run also repeats the setup, whose time depends on
-        the machine and is not counted. So `promote` must try at least `reduction_factor` configurations for
-        the rows of one whole trial.
+        A start trains to the first rung and is evaluated. In a short trial the evaluation is a large part of
+        the start, and each run repeats the setup. So `promote` must try at least `reduction_factor`
+        configurations for the rows of one whole trial.
 
         Args:
             evaluation_cost: rows of an evaluation relative to the rows of the whole training.
-            num_evaluations: of a whole trial, without those at the rungs.
+            num_evaluations: evaluations of a whole trial, except at the rungs.
         """
         pruner = self.fitted(evaluation_cost)
         if pruner.name != "promote":
@@ -177,9 +169,9 @@ class PrunerConfig(_Algorithm):
         return pruner if mean <= 1 / pruner.options["reduction_factor"] else PrunerConfig(name="none")
 
     def costs(self, evaluation_cost: float, num_evaluations: int) -> tuple[float, float]:
-        """Return what a start of `promote` costs, and a configuration on average, as shares of a whole trial.
+        """Return the cost of a start of `promote`, and the mean cost of a configuration.
 
-        The arguments are those of `default_of`.
+        Costs are shares of a whole trial. The arguments are those of `default_of`.
         """
         whole = 1 + num_evaluations * evaluation_cost
         ends, factor = [*map(float, self.rungs), 1.0], self.options["reduction_factor"]
@@ -190,10 +182,10 @@ class PrunerConfig(_Algorithm):
         return runs[0], sum(run / factor**index for index, run in enumerate(runs))
 
     def fitted(self, evaluation_cost: float) -> PrunerConfig:
-        """With a first rung to which a trial trains for at least as long as an evaluation takes.
+        """Move the first rung so that the training before it takes as long as an evaluation.
 
         Args:
-            evaluation_cost: what one evaluation costs of what it takes to train the whole trial.
+            evaluation_cost: rows of an evaluation relative to the rows of the whole training.
         """
         if self.name != "promote" or self.starts is not None or evaluation_cost <= self.options["starts"]:
             return self
@@ -201,7 +193,7 @@ class PrunerConfig(_Algorithm):
 
     @property
     def rungs(self) -> tuple[Fraction, ...]:
-        """The shares of a budget at which trials of `promote` pause; of other pruners none."""
+        """Shares of the budget at which trials of `promote` pause; () for other pruners."""
         if self.name != "promote":
             return ()
         rungs = [Fraction(str(self.options["starts"]))]

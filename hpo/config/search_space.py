@@ -1,8 +1,8 @@
-"""The search space: which settings are searched, from which distribution, and a trial's values of them.
+"""The search space: searched settings, their distributions, and a trial's values.
 
-A parameter in Optuna has its setting's name, so the dashboard shows the names of the study file. Optuna
-holds choices that are text, numbers, booleans or null; a choice that is a list or a mapping (`betas`, a
-fresh encoder) is kept there as its JSON text.
+A parameter in Optuna has the name of its setting, so the dashboard shows the names of the study file. Optuna
+stores choices of text, numbers, booleans and null, and a list or a mapping (`betas`, a fresh encoder) as
+JSON text.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+from optuna.trial import BaseTrial
 from pydantic import BeforeValidator, Field, ValidationError
 
 from hpo.config.study_file import CheckedSection, KeyPath, Problem, one_of, problems_of, refuse, show
@@ -23,9 +24,6 @@ from hpo.json_safe import is_number
 from hpo.precision.table import PRECISION
 from hpo.section import Count, Section, Switch, Whole
 
-if TYPE_CHECKING:
-    from optuna.trial import BaseTrial
-
 
 def _as_lists(conditions: Any) -> Any:
     """`when: {a: 1}` is `when: {a: [1]}`."""
@@ -34,8 +32,8 @@ def _as_lists(conditions: Any) -> Any:
     return {key: value if isinstance(value, (list, tuple)) else [value] for key, value in conditions.items()}
 
 
-_WHOLE = 1e-8
-"""So near to a whole number of steps a value is one of the range, as for Optuna."""
+_TOLERANCE = 1e-8
+"""Largest distance of a value from a step of its range, in steps, as in Optuna."""
 Values = Annotated[tuple[Any, ...], Field(min_length=1, strict=False)]
 Conditions = Annotated[dict[str, Values], BeforeValidator(_as_lists)]
 
@@ -45,10 +43,10 @@ class CategoricalDistribution(Section):
 
     type: Literal["categorical"] = "categorical"
     choices: Values
-    """The values to choose from. They cannot change once the study exists."""
+    """Values to choose from. They cannot change in an existing study."""
     when: Conditions = Field(default_factory=dict)
-    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}` of
-    categorical settings without `when`; elsewhere it has its default."""
+    """Search this setting only under these conditions, as `{setting: value}` or `{setting: [value, value]}`
+    of categorical settings without `when`. Otherwise it has its default."""
 
     def grid(self) -> tuple[Any, ...]:
         return self.choices
@@ -57,13 +55,13 @@ class CategoricalDistribution(Section):
         return self.decode(trial.suggest_categorical(name, [encode(choice) for choice in self.choices]))
 
     def refusal(self, value: Any) -> str:
-        """Return why `value`, as Optuna holds it, is none of the choices; empty: it is one."""
+        """Return an error if `value`, as Optuna stores it, is no choice; empty otherwise."""
         if any(encode(choice) == value for choice in self.choices):
             return ""
         return f"is none of its choices, which are {', '.join(map(shown, self.choices))}"
 
     def decode(self, value: Any) -> Any:
-        """The choice that Optuna holds as `value`, or `value` itself where it is none of them."""
+        """Return the choice that Optuna stores as `value`, or `value` itself if there is none."""
         return next((choice for choice in self.choices if encode(choice) == value), value)
 
 
@@ -76,12 +74,12 @@ class Range(CheckedSection):
     high: float
     """Largest value."""
     step: Positive | None = None
-    """Only `low`, `low + step`, ... `high`; not with `log`."""
+    """Restrict values to `low`, `low + step`, ... `high`. Not with `log`."""
     log: Switch = False
-    """Sample the logarithm uniformly; needs `low > 0`."""
+    """Sample the logarithm uniformly. Needs `low > 0`."""
     when: Conditions = Field(default_factory=dict)
-    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}` of
-    categorical settings without `when`; elsewhere it has its default."""
+    """Search this setting only under these conditions, as `{setting: value}` or `{setting: [value, value]}`
+    of categorical settings without `when`. Otherwise it has its default."""
 
     def problems(self) -> Iterator[Problem]:
         low, high, step = self.low, self.high, self.step
@@ -100,25 +98,20 @@ class Range(CheckedSection):
                 yield Problem(("high",), message)
 
     def grid(self) -> tuple[float, ...]:
-        """All values; a range of floats must have a `step`."""
+        """Return all values. A range of floats must have a `step`."""
         low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step))
         number = type(self.low)
         return tuple(number(low + index * step) for index in range(int((high - low) / step) + 1))
 
     def refusal(self, value: Any) -> str:
-        """Return why `value` is not in the range; empty: it is."""
-        kind = "a whole number" if isinstance(self.low, int) else "a number"
+        """Return an error if `value` is not in the range; empty otherwise."""
         if not is_number(value) or (isinstance(self.low, int) and value != int(value)):
-            return f"must be {kind}"
-        ends = f"{shown(self.low)} to {shown(self.high)}"
-        if not self.low <= value <= self.high:
-            return f"is outside {ends}"
-        step = self.step or 1
-        steps = 0.0 if self.step is None else (value - self.low) / step
-        if abs(steps - round(steps)) < _WHOLE:
+            return f"must be {'a whole number' if isinstance(self.low, int) else 'a number'}"
+        steps = 0.0 if self.step is None else (value - self.low) / self.step
+        if self.low <= value <= self.high and abs(steps - round(steps)) < _TOLERANCE:
             return ""
-        near = (self.low + count * step for count in (math.floor(steps), math.ceil(steps)))
-        return f"is between the steps of {ends}. The nearest are {' and '.join(map(shown, near))}"
+        in_steps = f" in steps of {shown(self.step)}" if self.step not in (None, 1) else ""
+        return f"is outside {shown(self.low)} to {shown(self.high)}{in_steps}"
 
 
 class FloatDistribution(Range):
@@ -139,7 +132,7 @@ class IntDistribution(Range):
     high: Whole
     """Largest value."""
     step: Count = 1
-    """Only `low`, `low + step`, ... `high`; not with `log`."""
+    """Restrict values to `low`, `low + step`, ... `high`. Not with `log`."""
 
     def suggest(self, name: str, trial: BaseTrial) -> int:
         return trial.suggest_int(name, self.low, self.high, step=self.step, log=self.log)
@@ -155,7 +148,7 @@ DISTRIBUTIONS: dict[str, type[Distribution]] = {
 
 
 def encode(value: Any) -> Any:
-    """`value` as Optuna holds it: a list or a mapping as its JSON text."""
+    """Return `value` as Optuna stores it: a list or a mapping is JSON text."""
     return json.dumps(value, sort_keys=True) if isinstance(value, (list, tuple, dict)) else value
 
 
@@ -164,7 +157,7 @@ def suggest(space: SearchSpace, trial: BaseTrial) -> dict[str, Any]:
 
 
 def lowest(space: SearchSpace) -> dict[str, Any]:
-    """The first choice or the lowest number of every setting whose conditions hold."""
+    """Return the first choice or the lowest number of every active setting."""
 
     def first(name: str) -> Any:
         one = space[name]
@@ -174,7 +167,7 @@ def lowest(space: SearchSpace) -> dict[str, Any]:
 
 
 def middle(space: SearchSpace) -> dict[str, Any]:
-    """The choice in the middle, or the middle of the range, of every setting whose conditions hold."""
+    """Return the middle choice or the middle of the range of every active setting."""
 
     def of_range(name: str) -> Any:
         one = space[name]
@@ -191,20 +184,20 @@ def middle(space: SearchSpace) -> dict[str, Any]:
 
 def _chosen(space: SearchSpace, choose: Callable[[str], Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
-    for name in sorted(space, key=lambda name: bool(space[name].when)):  # what others depend on first
+    for name in sorted(space, key=lambda name: bool(space[name].when)):  # the settings of conditions first
         if all(params[parent] in values for parent, values in space[name].when.items()):
             params[name] = choose(name)
     return params
 
 
 def decode(space: SearchSpace, params: Mapping[str, Any]) -> dict[str, Any]:
-    """`params` as Optuna holds them, or as `suggest` returned them, in the form that settings take."""
+    """Return the values of settings for `params` as Optuna stores them. Decoded values stay."""
     choices = {name: one for name, one in space.items() if isinstance(one, CategoricalDistribution)}
     return {name: choices[name].decode(value) if name in choices else value for name, value in params.items()}
 
 
 def choices_without(space: SearchSpace, one: Distribution) -> dict[str, tuple[Any, ...]]:
-    """The choices, of each setting on which `one` depends, with which `one` is not searched; where any."""
+    """Return the choices of other settings with which `one` is not searched."""
     parents = {name: (space[name], values) for name, values in one.when.items()}
     others = {
         name: tuple(choice for choice in parent.choices if choice not in values)
@@ -215,7 +208,7 @@ def choices_without(space: SearchSpace, one: Distribution) -> dict[str, tuple[An
 
 
 def is_finite(space: SearchSpace) -> bool:
-    """Whether the space has finitely many configurations: no range of floats without a `step`."""
+    """Return True if the number of configurations is finite: every range of floats has a `step`."""
     return not any(isinstance(one, FloatDistribution) and one.step is None for one in space.values())
 
 
@@ -224,7 +217,7 @@ def grid(space: SearchSpace) -> dict[str, list[Any]]:
 
 
 def refusal(space: SearchSpace, params: Any) -> str:
-    """Return why no trial can have these `params`, which Optuna stores as they are; empty: one can."""
+    """Return an error if no trial can have these `params`, as Optuna stores them; empty otherwise."""
     if not isinstance(params, Mapping):
         return f"`fixed_params` must be a mapping of settings to values, but got {show(params)}."
     for name, value in params.items():
@@ -237,12 +230,12 @@ def refusal(space: SearchSpace, params: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as `--param` takes it."""
+    """Return a value in the form of `--param`."""
     return f"{value:.12g}" if isinstance(value, float) else show(value).strip("`")
 
 
 def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]]:
-    """The distributions of a `search_space:`, with values as the settings hold them, and all problems."""
+    """Return the distributions of `search_space:`, with validated values, and all problems."""
     if not isinstance(raw, Mapping):
         return {}, [Problem((), f"must be a mapping of settings to distributions, but got {show(raw)}.")]
     raw = {str(name): value for name, value in raw.items()}
@@ -269,13 +262,11 @@ def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]
 def _collected(
     problems: list[Problem], where: KeyPath, kind: type[Distribution] | None = None
 ) -> Iterator[None]:
-    """Add what the body refuses of the key `where` to `problems`."""
+    """Catch errors of the body and add them to `problems`, below the key `where`."""
     try:
         yield
     except ValidationError as error:
-        problems += [
-            Problem((*where, *problem.where), problem.message) for problem in problems_of(error, kind)
-        ]
+        problems += [Problem((*where, *one.where), one.message) for one in problems_of(error, kind)]
     except ValueError as error:
         problems.append(Problem(where, str(error)))
 
@@ -304,7 +295,7 @@ def _parse_distribution(name: str, value: Any) -> Distribution:
 
 def _choices(name: str, given: Sequence[Any]) -> tuple[Any, ...]:
     problems: list[Problem] = []
-    choices: list[tuple[Any, Any]] = []  # as the setting holds it, and as it was given
+    choices: list[tuple[Any, Any]] = []  # validated value and given value
     for index, value in enumerate(given):
         with _collected(problems, ("choices", index)):
             choice = _value_of(name, value)
@@ -318,7 +309,7 @@ def _choices(name: str, given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _condition(parent: str, distribution: Distribution, value: Any) -> Any:
-    """`value` as the setting `parent` holds it. Raises ValueError where `parent` never has it."""
+    """Return the validated value of a condition. Raises ValueError if `parent` cannot have it."""
     if not isinstance(distribution, CategoricalDistribution) or distribution.when:
         raise ValueError(f"must name categorical settings without `when`, but `{parent}` is none.")
     value = _value_of(parent, value)
@@ -329,7 +320,6 @@ def _condition(parent: str, distribution: Distribution, value: Any) -> Any:
 
 
 def _value_of(name: str, value: Any) -> Any:
-    """`value` in the form of the setting. Raises ValueError."""
     if value is None and name in (PRECISION, "encoder"):
-        raise ValueError("must be named: `null` leaves it open, which a search cannot compare.")
+        raise ValueError("must be named: a search cannot compare `null`.")
     return setting_value(name, value)

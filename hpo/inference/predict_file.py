@@ -137,7 +137,7 @@ def predicted_row(example: Example, prediction: Prediction) -> Row:
     for one in prediction.values():
         for span in one.spans:
             spans.setdefault(span.name, set()).add((span.start, span.end))
-    row["spans"] = {name: [list(ends) for ends in sorted(found)] for name, found in spans.items()}
+    row["spans"] = {name: [list(ends) for ends in sorted(pairs)] for name, pairs in spans.items()}
     row["scores"] = {task: one.scores for task, one in prediction.items() if one.scores}
     return row
 

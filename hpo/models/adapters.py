@@ -82,14 +82,14 @@ def _targets(encoder: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
     ]
     layers: set[str] = set()
     for target in (targets,) if isinstance(targets, str) else targets:
-        found = {name for name in linears if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
-        if not found:
+        matching = {name for name in linears if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
+        if not matching:
             known = sorted({name.rpartition(".")[2] for name in linears})
             raise ModelError(
                 f"lora_targets: `{target}` must end the name of a linear layer of this "
                 f"{type(encoder).__name__}: {', '.join(known)}.{did_you_mean(target, known)}"
             )
-        layers |= found
+        layers |= matching
     return sorted(layers)
 
 
@@ -193,8 +193,8 @@ def load_adapter(encoder: nn.Module, folder: Path) -> nn.Module:
         adapted: nn.Module = inject_adapter_in_model(config, encoder)
         stored = load_file(folder / ADAPTER_WEIGHTS)
         weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
-        found: Any = set_peft_model_state_dict(adapted, weights)
-        lost = [name for name in found.missing_keys if ".lora_" in name] + found.unexpected_keys
+        keys: Any = set_peft_model_state_dict(adapted, weights)
+        lost = [name for name in keys.missing_keys if ".lora_" in name] + keys.unexpected_keys
     except (RuntimeError, ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
         raise ModelError(f"the adapter in {folder} cannot be read: {shorten(str(error), 200)}") from error
     if lost:

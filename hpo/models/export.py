@@ -85,7 +85,11 @@ class ExportSettings:
 
 
 def export_model(
-    model: MultitaskModel, tokenizer: PreTrainedTokenizerBase, directory: Path, settings: ExportSettings
+    model: MultitaskModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    settings: ExportSettings,
+    base_encoder: Any | None = None,
 ) -> Path:
     """Write a folder for `transformers.AutoModel` (the encoder) and `hpo.load` (all of it).
 
@@ -93,50 +97,32 @@ def export_model(
         heads.safetensors                                   pooling, heads, log variances
         hpo.json                                            tasks, `ExportSettings`, checksums of the files
 
+    With `settings.base`, the adapter for `peft.PeftModel` replaces the encoder's weights:
+
+        adapter_config.json, adapter_model.safetensors      the adapter
+        base/                                               `base_encoder`, if the settings do not name it
+
     Weights keep their dtype. The folder appears at once or not at all. Raises ModelError if `directory` is
     neither free nor an earlier export.
     """
+    base = settings.base
     with new_folder(directory) as folder:
-        model.encoder.save_pretrained(folder)
-        _save_rest(model, tokenizer, folder, settings)
-    return directory
-
-
-def export_adapter(
-    model: MultitaskModel,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    settings: ExportSettings,
-    base: Any | None,
-) -> Path:
-    """Like `export_model`, but writes the adapter for `peft.PeftModel` in place of the encoder.
-
-        adapter_config.json, adapter_model.safetensors    the adapter
-        config.json                                       of the encoder
-        base/                                             the encoder under it, if `base` is given
-
-    Without `base`, the name in the settings gives the encoder.
-    """
-    assert settings.base is not None
-    with new_folder(directory) as folder:
-        model.encoder.config.save_pretrained(folder)
-        save_adapter(model.encoder, folder, settings.base.encoder and hub_id(settings.base.encoder))
+        if base is None:
+            model.encoder.save_pretrained(folder)
+        else:
+            model.encoder.config.save_pretrained(folder)
+            save_adapter(model.encoder, folder, base.encoder and hub_id(base.encoder))
+        if base_encoder is not None:
+            base_encoder.save_pretrained(folder / BASE_FOLDER)
+        tokenizer.save_pretrained(folder)
+        state = model.state_dict().items()
+        heads = {name: value.contiguous() for name, value in state if not name.startswith("encoder.")}
+        save_file(heads, folder / "heads.safetensors")
+        head: dict[str, Any] = {"format": EXPORT_FORMATS["torch"]}
         if base is not None:
-            base.save_pretrained(folder / BASE_FOLDER)
-        _save_rest(model, tokenizer, folder, settings)
+            head = {"format": EXPORT_FORMATS["adapter"], "runtime": "adapter"}
+        write_metadata(folder, {**head, **export_metadata(model, settings)})
     return directory
-
-
-def _save_rest(
-    model: MultitaskModel, tokenizer: PreTrainedTokenizerBase, folder: Path, settings: ExportSettings
-) -> None:
-    tokenizer.save_pretrained(folder)
-    state = model.state_dict().items()
-    heads = {name: value.contiguous() for name, value in state if not name.startswith("encoder.")}
-    save_file(heads, folder / "heads.safetensors")
-    runtime = "torch" if settings.base is None else "adapter"
-    head = {"format": EXPORT_FORMATS[runtime], **({"runtime": runtime} if settings.base else {})}
-    write_metadata(folder, {**head, **export_metadata(model, settings)})
 
 
 @contextmanager

@@ -59,27 +59,27 @@ def part_modules(model: MultitaskModel, part: str) -> list[nn.Module]:
     if part == "heads":
         return [module for module in (*model.heads, model.pool) if isinstance(module, nn.Module)]
     if part == "norms":
-        found = [module for module in model.modules() if "Norm" in type(module).__name__]
+        chosen = [module for module in model.modules() if "Norm" in type(module).__name__]
     elif part == "attention":
-        found = [one for layer in encoder_layers(model.encoder) for one in _outermost_attention(layer)]
+        chosen = [one for layer in encoder_layers(model.encoder) for one in _outermost_attention(layer)]
     elif match := _LAYERS.fullmatch(part):
         return _layers(model, part, int(match[1]), int(match[2] or match[1]))
     else:
         heads = {f"heads.{task.name}": head for task, head in zip(model.tasks, model.heads, strict=True)}
         modules = {name: module for name, module in model.named_modules() if name}
-        found = [heads[part]] if part in heads else [modules[part]] if part in modules else []
-        if not found:
+        chosen = [heads[part]] if part in heads else [modules[part]] if part in modules else []
+        if not chosen:
             named = ["embeddings", "attention", "norms", "heads", *heads]
             raise ModelError(
                 f"fp32_parts: must name parts of the model (embeddings, layers.0, layers.0-1, attention, "
                 f"norms, heads, heads.<task> or a module), but {type(model.encoder).__name__} has no "
                 f"`{part}`.{did_you_mean(part, named) or did_you_mean(part, [*modules])}"
             )
-    if not found:
+    if not chosen:
         raise ModelError(
             f"fp32_parts: {type(model.encoder).__name__} has no module of the part `{part}`. Name a module."
         )
-    return found
+    return chosen
 
 
 def smallest_named_parts(model: MultitaskModel) -> list[str]:

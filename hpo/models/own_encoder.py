@@ -6,7 +6,7 @@ Its inside is unknown, so settings of the inside (`REFUSED`) are refused: they m
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ _NAME, _OPTIONS = "hpo_encoder", "hpo_options"
 
 
 class OwnEncoder(nn.Module):
-    """Wrapper with the interface of transformers: a `config`, and a `last_hidden_state`."""
+    """Wrapper with the interface of transformers: a `config`, and a `last_hidden_state`.
+
+    Raises ModelError if the study's encoder `name` is no module, or its states have another shape.
+    """
 
     def __init__(self, name: str, option: Mapping[str, Any]) -> None:
         super().__init__()
@@ -66,18 +69,6 @@ class OwnEncoder(nn.Module):
 
 def _states(output: Any) -> Any:
     return getattr(output, "last_hidden_state", output)
-
-
-def build_own_encoder(name: str, option: Mapping[str, Any], changed: Sequence[str]) -> OwnEncoder:
-    """Build the encoder `name` of the study's own code. `changed` are its settings among `REFUSED`.
-
-    Raises ModelError if it is no module, or a setting is changed.
-    """
-    if changed:
-        raise ModelError(
-            f"{changed[0]}: the encoder `{name}` of your own code does not have it. Leave it out."
-        )
-    return OwnEncoder(name, option)
 
 
 def load_own_encoder(folder: Path) -> OwnEncoder | None:

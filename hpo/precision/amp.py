@@ -86,7 +86,6 @@ def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
 
 
 def tf32_is_on() -> bool:
-    """Return whether fp32 matrix products on CUDA use TF32 now."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -249,7 +248,6 @@ class MixedPrecision:
             raise Nonfinite(f"the gradients were not finite in {NONFINITE_PATIENCE} steps in a row.")
 
     def start_epoch(self) -> None:
-        """Reset the number of fallbacks in this epoch."""
         self._epoch_fallbacks = 0
 
     def start_step(self) -> None:
@@ -303,7 +301,6 @@ class MixedPrecision:
         self._scale_min, self._scale_max = self._zero + math.inf, self._zero - math.inf
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers for a checkpoint."""
         numbers = {name: float(getattr(self, f"_{name}")) for name in (*_COUNTS, *_TENSORS)}
         return {"scaler": dict(self.scaler.state_dict()), **numbers}
 

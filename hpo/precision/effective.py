@@ -254,7 +254,6 @@ class _Call:
 
     @property
     def bias_at(self) -> int | None:
-        """The position of the bias."""
         return 0 if re.search("add[bm]", self.name) else 2 if re.search("conv|^linear$", self.name) else None
 
     def measure(self, weight: Tensor, data: list[Tensor]) -> str:

@@ -48,7 +48,6 @@ WATCHED = (
 
 
 def environment_overrides(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that are set."""
     return {name: environment[name] for name in WATCHED if environment.get(name)}
 
 

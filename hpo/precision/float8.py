@@ -41,13 +41,11 @@ def convert_to_float8(model: nn.Module, kept: Collection[str] = ()) -> nn.Module
 
 
 def float8_weights(model: nn.Module) -> list[str]:
-    """Return the names of the weights of float8 layers."""
     modules = model.named_modules()
     return [f"{name}.weight" for name, module in modules if type(module).__name__ == "Float8Linear"]
 
 
 def float8_facts(model: nn.Module) -> dict[str, Any]:
-    """Return the numbers of float8 layers and of all linear layers."""
     num_linears = sum(isinstance(module, nn.Linear) for module in model.modules())
     return {"float8_linears": len(float8_weights(model)), "num_linears": num_linears}
 

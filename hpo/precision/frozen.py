@@ -102,7 +102,6 @@ class FrozenLinear(nn.Module):
         return product
 
     def linear(self) -> nn.Linear:
-        """Return a plain layer with the decoded weights."""
         plain = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         plain.weight = nn.Parameter(self.weight, requires_grad=False)
         plain.bias = self.bias

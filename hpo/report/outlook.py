@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from hpo.config.budget import BudgetConfig
 from hpo.config.sampler_config import PrunerConfig
+from hpo.config.sections import BudgetConfig
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.sampling.forecast import (
     Cost,

@@ -16,7 +16,7 @@ from typing import Any
 from hpo.compare.comparison_study import unlabelled_test_tasks
 from hpo.compare.planning import DEFAULTS
 from hpo.config.comparison import ComparisonConfig
-from hpo.config.objective import ObjectiveConfig
+from hpo.config.limits import ObjectiveConfig
 from hpo.config.resolved_study import ResolvedStudy
 from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import middle

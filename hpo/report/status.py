@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hpo.config.budget import MAX_TRIALS, BudgetConfig
+from hpo.config.sections import MAX_TRIALS, BudgetConfig
 from hpo.outcome import concerns_precision
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_seconds

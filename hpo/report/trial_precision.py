@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hpo.config.exclusions import PARTS
 from hpo.config.trial_settings import AUTO, TrialSettings
 from hpo.precision.table import PRECISION
 from hpo.report.formats import MISSING
 from hpo.study.reading.study_record import TrialRecord
 
+PARTS = "fp32_parts"
 FORMATS = ("adapter", "base_precision", "optimizer_state", PARTS, "attention", "compile")
 """Settings, other than `fp_precision`, of how numbers are stored or computed."""
 

@@ -20,7 +20,8 @@ from hpo.outcome import Outcome
 from hpo.redaction import HIDDEN, without_secrets
 from hpo.report.formats import format_value
 from hpo.report.trial_precision import observed_precision
-from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, best_trials, is_over
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, is_over
+from hpo.study.store.schema import EvaluationRow
 from hpo.track.settings import is_changeable, is_secret, section, study_settings, trial_settings
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]

@@ -8,6 +8,7 @@ import torch
 
 from hpo.data.batches import Batch
 from hpo.training.budget import TrainState
+from hpo.training.distributed import decide
 from hpo.training.throughput import ThroughputMeter
 
 
@@ -64,11 +65,12 @@ class TrainingClock:
             self.meter.step(num_examples, len(batch.windows_B), batch.num_tokens, batch.input_ids_BL.numel())
 
     def lap(self) -> float:
-        """Return the seconds since the last call or `start`, and add them to `state.train_seconds`."""
+        """Return rank 0's seconds since the last call or `start`; add them to `state.train_seconds`."""
         before = self._lap
         self._begin_lap()
-        self.state.train_seconds += self._lap - before
-        return self._lap - before
+        seconds = decide(lambda: self._lap - before)
+        self.state.train_seconds += seconds
+        return seconds
 
     def _begin_lap(self) -> None:
         self._lap, self._interruptions = self.now(), self._compile_clock.num_interruptions

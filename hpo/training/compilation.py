@@ -46,7 +46,6 @@ def apply_compile(model: MultitaskModel, mode: str, scope: str = "model") -> Mul
 
 
 def drop_compiled(device: DeviceInfo) -> None:
-    """Drop all compiled code and release free memory."""
     torch._dynamo.reset()
     release_free_memory(device)
 

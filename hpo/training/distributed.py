@@ -44,7 +44,6 @@ _decisions: Any = None
 
 
 def is_distributed() -> bool:
-    """Return whether there are several ranks."""
     return _decisions is not None
 
 

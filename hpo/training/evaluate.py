@@ -79,7 +79,6 @@ def scores_by_source(
 
 
 def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:
-    """Raise Nonfinite if logits are NaN or infinite."""
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
         raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")

@@ -70,7 +70,6 @@ class Float32Optimizer(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Update all parameters with a gradient."""
         _copy_options(self.param_groups, self.inner.param_groups)
         for chunk in self.chunks:
             with_gradient = [pair for pair in chunk if pair[0].grad is not None]

@@ -167,7 +167,7 @@ def train(
         clock.step(num_examples, batch, interrupted=_note_graphs(graphs, state))
         if state.step % CHECK_EVERY[mixed_precision.device.type] == 0:
             _check(learner, batch, args, state)
-        state.step_seconds = _lap(clock)
+        state.step_seconds = clock.lap()
         if state.batch == len(batches):
             state.epoch, state.batch = state.epoch + 1, 0
             batches = data.batches(args.batch_size, args.seed, state.epoch)
@@ -179,13 +179,6 @@ def _note_graphs(graphs: StepGraphs | None, state: TrainState) -> bool:
     now = (graphs.num_recorded, graphs.problem) if graphs else (0, "")
     state.num_graphs, state.graph_problem = now
     return now != before
-
-
-def _lap(clock: TrainingClock) -> float:
-    """Return rank 0's `clock.lap()`: learning rates and the end of the budget depend on it."""
-    seconds = clock.lap()
-    clock.state.train_seconds, seconds = decide(lambda: (clock.state.train_seconds, seconds))
-    return seconds
 
 
 def _evaluate(
@@ -201,7 +194,7 @@ def _evaluate(
     model, loss_fn, mixed_precision = learner
     synchronize(mixed_precision.device)
     clock.meter.stop()
-    _lap(clock)
+    clock.lap()
     budget, state, began = args.budget, clock.state, clock.now()
     index = state.num_evaluations + 1 if is_extra else budget.evaluations_due(state, args.evaluate_at)
     split = data.validation

@@ -68,7 +68,6 @@ class RowStatistics:
 
     @property
     def num_rows(self) -> int:
-        """Number of annotated rows."""
         return len(self.index_N)
 
     def class_counts(self) -> tuple[FloatArray, ...]:
@@ -76,7 +75,6 @@ class RowStatistics:
         return tuple(np.asarray(one.sum(axis=0)) for one in self.counts_NC.values())
 
     def scores(self) -> dict[str, float]:
-        """Return the metrics of all annotated rows."""
         if not self.num_rows:
             return {}
         values = kind_of(self.task).whole_scores(self.num_rows, self.counts_NC, self.values_N)

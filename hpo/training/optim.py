@@ -75,7 +75,6 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Update all parameters with a gradient."""
         first: Tensor = self.param_groups[0]["params"][0]
         is_skipped = first.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
         for group in self.param_groups:
@@ -160,7 +159,6 @@ def optimizer_state_facts(optimizer: Optimizer, requested: str) -> dict[str, Any
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether it is one of PyTorch's fused optimisers."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 

@@ -26,7 +26,6 @@ class TrainingData:
     """{source: number of rows}, in the order of rows. Empty: one source."""
 
     def batches(self, batch_size: int, seed: int, epoch: int) -> list[IntArray]:
-        """Return the windows of each training batch of an epoch."""
         return training_batches(self.train.lengths_W, batch_size, seed, epoch, self.sampling)
 
     def drawn_shares(self, batch_size: int, seed: int, state: TrainState) -> dict[str, dict[str, float]]:

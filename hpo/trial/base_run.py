@@ -228,7 +228,8 @@ class BaseRun(ABC):
         self.last_saved = time.monotonic()
 
     def _is_checkpoint_due(self) -> bool:
-        return time.monotonic() - self.last_saved > self.parts.study.checkpoint.every_seconds
+        every_seconds: float = self.parts.study.checkpoint.every_seconds
+        return time.monotonic() - self.last_saved > every_seconds
 
     def _forget_setup_memory(self) -> None:
         """Reset the peak memory, so that loading and the check do not count."""

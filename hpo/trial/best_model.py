@@ -17,7 +17,7 @@ from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
 from hpo.models.encoder import attention_on
-from hpo.models.export import BaseModel, ExportSettings, export_adapter, export_model
+from hpo.models.export import BaseModel, ExportSettings, export_model
 from hpo.models.hub import hub_id
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
@@ -136,7 +136,7 @@ def export_checkpoint(
     encoder = None if has_name else executor.loader.build_encoder(config)
     name = str(config.encoder) if has_name else None
     base = BaseModel(name, executor.study.model.revision, digest, precision.frozen)
-    return export_adapter(model, tokenizer, out_dir, replace(settings, base=base), encoder)
+    return export_model(model, tokenizer, out_dir, replace(settings, base=base), encoder)
 
 
 def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> _BestModel:
@@ -173,17 +173,17 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
     settings = config.model_dump(mode="json", exclude={"encoder", "amp"}, exclude_none=True)
     scores = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
     for split, document in trial.detailed.items():
-        of_tasks = {task: of_task["metrics"] for task, of_task in document["tasks"].items()}
+        task_scores = {task: of_task["metrics"] for task, of_task in document["tasks"].items()}
         scores[split] = {
             task: {metric: of["value"] for metric, of in metrics.items()}
-            for task, metrics in of_tasks.items()
+            for task, metrics in task_scores.items()
         }
     record = {
         "study": study.name,
         "trial": trial.number,
         "parameters": {name: value for name, value in trial.params.items() if name != "encoder"},
         "settings": {name: value for name, value in settings.items() if value not in ({}, [])},
-        "scores": {split: of_tasks for split, of_tasks in scores.items() if of_tasks},
+        "scores": {split: task_scores for split, task_scores in scores.items() if task_scores},
         "precision": {
             "requested": config.fp_precision,
             **{key: precision.get(key) for key in ("effective", "support", "observed")},
@@ -208,5 +208,5 @@ def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dic
     """Return name and revision of an encoder, without a path of this machine."""
     if not isinstance(encoder, str):
         return {"name": f"a fresh {encoder.get('model_type')}", "hub_id": None}
-    of_hub = hub_id(encoder)
-    return {"name": of_hub or Path(encoder).name, "hub_id": of_hub, "revision": revision}
+    hub_name = hub_id(encoder)
+    return {"name": hub_name or Path(encoder).name, "hub_id": hub_name, "revision": revision}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
 
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
 from hpo.memory import is_out_of_memory
@@ -107,13 +107,13 @@ def device_of(model: nn.Module) -> DeviceInfo:
     if torch.cuda.is_available():
         known.add(torch.device("cuda", torch.cuda.current_device()))
     if len(devices) != 1 or not devices <= known:
-        found = ", ".join(map(str, devices)) or "no weights"
-        raise InputError(f"model: must be on the CPU or on the current CUDA device, but got {found}.")
+        names = ", ".join(map(str, devices)) or "no weights"
+        raise InputError(f"model: must be on the CPU or on the current CUDA device, but got {names}.")
     others = Counter(str(one.dtype) for one in parameters if one.dtype != torch.float32)
     if others:
-        found = ", ".join(f"{count} in {dtype}" for dtype, count in others.items())
+        formats = ", ".join(f"{count} in {dtype}" for dtype, count in others.items())
         raise InputError(
-            f"model: all weights must be in torch.float32, but there are {found}. transformers loads a "
+            f"model: all weights must be in torch.float32, but there are {formats}. transformers loads a "
             "checkpoint in the dtype in which it is stored, unless it is given `dtype=torch.float32`."
         )
     return probe_device(devices.pop().type)

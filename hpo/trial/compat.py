@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe
@@ -53,15 +53,15 @@ class Compatibility:
 
     def __str__(self) -> str:
         """Return the verdict, the measurement and the reasons, a line each."""
-        found = self.measurement
-        lines = [f"{found.precision}: {self.verdict}"]
-        errors = found.logits_relative_error.items()
+        measured = self.measurement
+        lines = [f"{measured.precision}: {self.verdict}"]
+        errors = measured.logits_relative_error.items()
         lines += [f"{name}: {error:.2g} away from fp32 (relative)" for name, error in errors]
-        if found.gradient_cosine is not None:
-            lines.append(f"gradients: cosine to fp32's {found.gradient_cosine:.5f}")
-        if found.first_nonfinite:
-            lines.append(f"first not finite: {found.first_nonfinite}")
-        if products := found.observed.get("linear_products"):
+        if measured.gradient_cosine is not None:
+            lines.append(f"gradients: cosine to fp32's {measured.gradient_cosine:.5f}")
+        if measured.first_nonfinite:
+            lines.append(f"first not finite: {measured.first_nonfinite}")
+        if products := measured.observed.get("linear_products"):
             counts = (f"{kind} with {num} weights" for kind, num in products.items())
             lines.append(f"products: {', '.join(counts)}")
         if costs := self.costs:
@@ -177,47 +177,39 @@ def checked_on(device: DeviceInfo) -> str:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     versions |= {"cuda": device.cuda_version or "", "rocm": device.rocm_version or ""}
     versions |= installed_versions("torchao") if device.has_torchao else {}
-    told = [f"{name} {version}" for name, version in versions.items() if version]
-    told += [f"{name}={value}" for name, value in environment_overrides().items()]
-    return ", ".join([device.kind, *told])
+    conditions = [f"{name} {version}" for name, version in versions.items() if version]
+    conditions += [f"{name}={value}" for name, value in environment_overrides().items()]
+    return ", ".join([device.kind, *conditions])
+
+
+MEASURED_SETTINGS = (
+    *("encoder", "max_length", "gradient_checkpointing", "freeze_layers", "option"),
+    *("adapter", "lora_rank", "lora_alpha", "lora_targets", "compile", "compile_scope", "fp32_parts"),
+    *("pooling", "head_type", "head_types", "head_hidden_size"),
+    *("loss", "loss_weight", "loss_weighting", "label_smoothing", "focal_gamma", "class_weighting"),
+)
+"""The settings of a trial that change its measurement."""
 
 
 def cache_key(parts: TrialParts) -> str:
     """Return a hash of all conditions of the check's measurements."""
     study, config, data = parts.study, parts.config, parts.study.data
-    settings = {
+    conditions = {
         "version": MEASUREMENT_VERSION,
-        "code": sorted(study.code.values()),
-        "encoder": config.encoder,
-        "revision": study.model.revision,
-        "tasks": [repr(task) for task in parts.loss_fn.tasks],
-        "weights": _files_of(config.encoder),
-        "frozen": config.freeze_layers,
-        "adapter": [config.adapter, config.lora_rank, config.lora_alpha, config.lora_targets],
-        "base": parts.resolution.base,
-        "cuts": [data.long_text, data.stride_of(config.max_length), data.pair_segments],
-        "heads": [
-            config.pooling,
-            config.head_type,
-            config.head_types,
-            config.head_hidden_size,
-            config.loss_weighting,
-        ],
-        "loss": [config.loss, config.label_smoothing, config.focal_gamma, config.class_weighting],
-        "loss_weight": config.loss_weight,
-        "option": config.option,
-        "max_length": config.max_length,
+        "settings": {name: getattr(config, name) for name in MEASURED_SETTINGS},
         # Attention with dropout has another kernel than without, whatever the rate.
         "attention": [config.attention, config.attention_dropout and "dropout"],
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "precision": [parts.resolution.effective, config.fp32_parts],
+        "code": sorted(study.code.values()),
+        "encoder": [study.model.revision, _files_of(config.encoder)],
+        "tasks": [repr(task) for task in parts.loss_fn.tasks],
+        "cuts": [data.long_text, data.stride_of(config.max_length), data.pair_segments],
+        "precision": [parts.resolution.effective, parts.resolution.base],
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
         "reduced_precision_reduction": reduced_precision_reduction(),
-        "compile": [config.compile, config.compile_scope],
         "checked_on": checked_on(parts.device),
         "data": parts.dataset.fingerprint,
     }
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _files_of(encoder: str | Mapping[str, Any]) -> list[tuple[str, int, int]] | None:

@@ -64,8 +64,7 @@ from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
-_Ended = tuple[Outcome, str, tuple[float, ...] | None, str | None]
-"""Outcome, reason, values, traceback."""
+CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it."
 
 
 class Executor:
@@ -139,8 +138,8 @@ class Executor:
             check_loss(self.tasks, loss)
         names = [task.name for task in self.tasks]
         for prefix, field in OF_TASKS.items():
-            of_space = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
-            for name in sorted(of_space | getattr(self.study.training, field).keys()):
+            searched_names = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
+            for name in sorted(searched_names | getattr(self.study.training, field).keys()):
                 if name not in names:
                     raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
 
@@ -180,7 +179,7 @@ class Executor:
             recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
             reset_peak_memory(self.device)
             try:
-                return self._with_limits(recorder, self._end_of(train))
+                return self._with_record(self._end_of(train), recorder)
             finally:
                 if self._compiles:
                     drop_compiled(self.device)
@@ -209,19 +208,19 @@ class Executor:
             }
         )
 
-    def _end_of(self, train: Callable[[], tuple[float, ...]]) -> _Ended:
-        """Train, and return the end."""
+    def _end_of(self, train: Callable[[], tuple[float, ...]]) -> TrialResult:
+        """Train, and return the end without its record."""
         try:
             with lost_device_raised(self.device):
-                return Outcome.COMPLETE, "", train(), None
+                return TrialResult(Outcome.COMPLETE, values=train())
         except TrialEnd as end:
-            return end.outcome, str(end), None, None
+            return TrialResult(end.outcome, str(end))
         except ModelError as error:
             # If the study searches settings of the model, an impossible combination ends this trial only.
             is_broken = isinstance(error, BrokenEncoderError)
             if not self.study.search_space.keys() & ({"encoder"} if is_broken else {*MODEL_SETTINGS}):
                 raise
-            return Outcome.INVALID if is_broken else Outcome.INCOMPATIBLE, str(error), None, None
+            return TrialResult(Outcome.INVALID if is_broken else Outcome.INCOMPATIBLE, str(error))
         except (InputError, RunError):
             raise
         except Exception as error:
@@ -229,19 +228,19 @@ class Executor:
                 # The other ranks may wait for this one: torchrun ends them all.
                 raise RunError(f"rank {rank()} failed: {type(error).__name__}: {error}") from error
             outcome = Outcome.OOM if is_out_of_memory(error) else Outcome.FAILED
-            return outcome, f"{type(error).__name__}: {error}", None, traceback.format_exc()
+            reason = f"{type(error).__name__}: {error}"
+            return TrialResult(outcome, reason, traceback=traceback.format_exc())
 
-    def _with_limits(self, recorder: TrialRecorder, ended: _Ended) -> TrialResult:
-        """Return the result, with its violation of each limit of the study."""
-        outcome, reason, values, trace = ended
+    def _with_record(self, end: TrialResult, recorder: TrialRecorder) -> TrialResult:
+        """Return the end with its record, and its violation of each limit of the study."""
         limits, telemetry = self.study.constraints, recorder.telemetry()
         limited = limited_values(limits, telemetry, self.tasks)
-        if outcome == Outcome.COMPLETE:
-            reason = " ".join(filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early"))))
+        if end.outcome == Outcome.COMPLETE:
+            reasons = filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early")))
+            end = replace(end, reason=" ".join(reasons))
         elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
             limited |= {name: None for name in limited if name.startswith("train_")}
-        result = recorder.result(outcome, reason, values, trace)
-        return replace(result, constraints=violations(limits, limited))
+        return recorder.complete(replace(end, constraints=violations(limits, limited)))
 
     def _collect_garbage(self) -> None:
         gc.collect()  # cycles, such as the model of a trial that failed
@@ -316,7 +315,9 @@ class Executor:
                     "of this study's data are not finite, in fp32 and before any training; first: "
                     f"{side.origin()['first_nonfinite'] or 'not known'}."
                 )
-            _warn_of_causal_encoder(parts.model)
+            by_token = [task.name for task in parts.model.tasks if task.level == "token"]
+            if by_token and is_causal(parts.model.encoder):
+                _logger.warning(CAUSAL, type(parts.model.encoder).__name__, ", ".join(by_token))
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
@@ -349,31 +350,19 @@ def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
         yield from ({name: one} for one in getattr(space[name], "choices", ()) if is_own(name, one))
 
 
-def _warn_of_causal_encoder(model: MultitaskModel) -> None:
-    """Warn if a task of tokens has an encoder whose tokens do not see the text after them."""
-    by_token = [task for task in model.tasks if task.level == "token"]
-    if not by_token or not is_causal(model.encoder):
-        return
-    warning = (
-        f"In this {type(model.encoder).__name__} a token sees only the text before it, but "
-        f"{', '.join(task.name for task in by_token)} may need the text after it"
-    )
-    if marked := {name for task in by_token if (name := kind_of(task).at_first_token)}:
-        warning += f"; the first token, for `{'`, `'.join(marked)}`, sees nothing of the text"
-    _logger.warning("%s.", warning)
-
-
 def follow(runs_dir: Path) -> None:
     """Train each trial of rank 0 together with it, until it has no more."""
     executor, known = None, None
     while (task := next_task()) is not None:
-        definition, places, params = task
-        of_trials = {key: value for key, value in definition.items() if key not in ("n_trials", "timeout")}
-        if executor is None or of_trials != known:
-            for place in places:
-                name_code(place)
+        definition, sources, params = task
+        trial_definition = {
+            key: value for key, value in definition.items() if key not in ("n_trials", "timeout")
+        }
+        if executor is None or trial_definition != known:
+            for source in sources:
+                name_code(source)
             use_code(definition["code"], "Rank 0")
             study = StudyConfig.model_validate(definition)
             resolved = resolve_study(study, probe_device(study.device))
-            executor, known = Executor(resolved, runs_dir), of_trials
+            executor, known = Executor(resolved, runs_dir), trial_definition
         executor.run(params, None, "")

@@ -51,7 +51,7 @@ class Measurement:
     """The exception of the pass."""
     finite: bool = True
     nonfinite: str | None = None
-    """The first that was not finite: `logits`, `loss` or `gradients`."""
+    """The first without finite numbers: `logits`, `loss` or `gradients`."""
     first_nonfinite_module: str | None = None
     """The innermost module of `first_nonfinite`; None: after the logits, or not known."""
     first_nonfinite: str | None = None

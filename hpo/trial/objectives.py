@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from hpo.code import errors_of_code
-from hpo.config.evaluation_config import EvaluationConfig
-from hpo.config.limits import MEASURED_METRICS
-from hpo.config.objective import ObjectiveConfig
+from hpo.config.limits import MEASURED_METRICS, ObjectiveConfig
+from hpo.config.sections import EvaluationConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.errors import InputError, did_you_mean
-from hpo.tasks.example import Example
-from hpo.tasks.kind import KINDS, Task, kind_of
+from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
 
 REPORTED = "reported"
@@ -30,36 +24,13 @@ REPORTED = "reported"
 
 
 def check_metrics(study: StudyConfig, data: DataSet) -> None:
-    """Raise InputError unless each metric of an objective or a limit exists and has a value on validation.
-
-    A metric of the study's own code may depend on the predictions, so only its name is checked.
-    """
-    of_tasks = [f"{task.name}/{name}" for task in data.tasks for name in task.metrics]
-    known = ["score", *of_tasks, *MEASURED_METRICS]
-    metrics = [objective.metric for objective in study.objective]
-    keys = [("objective.metric", metric) for metric in metrics]
-    for key, metric in [*keys, *(("constraints", metric) for metric in study.constraints)]:
+    """Raise InputError unless each metric of an objective or a limit exists."""
+    task_metrics = [f"{task.name}/{name}" for task in data.tasks for name in task.metrics]
+    known = ["score", *task_metrics, *MEASURED_METRICS]
+    named = [("objective.metric", objective.metric) for objective in study.objective]
+    for key, metric in [*named, *(("constraints", metric) for metric in study.constraints)]:
         if metric not in known:
             raise InputError(f"{key}: no task of this study has {metric!r}.{did_you_mean(metric, known)}")
-    for task in data.tasks:
-        for metric in (*metrics, *study.constraints):
-            name = task.primary_metric if metric == "score" else metric.removeprefix(f"{task.name}/")
-            if name in KINDS[task.kind].metrics:
-                _check_value(name, task, data.splits["validation"], metric)
-
-
-def _check_value(name: str, task: Task, split: Sequence[Example], metric: str) -> None:
-    """Raise InputError if the split has too few rows of the task for `name`: r2 needs two."""
-    rows, kind = list(islice((row for row in split if task.name in row.annotated), 2)), kind_of(task)
-    if len(rows) > 1:
-        return
-    with errors_of_code(), np.errstate(all="ignore"):
-        known = kind.whole_scores(len(rows), *kind.row_values([kind.truth(row) for row in rows], rows))
-    if name not in known:
-        raise InputError(
-            f"the metric `{metric}` needs a value of {task.name}/{name} on the validation split, but that "
-            f"has none with {len(rows)} labelled row. Label more rows there, or name another objective."
-        )
 
 
 def objective_value(
@@ -90,8 +61,8 @@ def undefined_metric(metric: str, metrics: Mapping[str, Mapping[str, float]], ta
     """Return the task's metric behind `metric` that has no value in an evaluation; empty: there is none."""
     if metric in MEASURED_METRICS:
         return ""
-    of_score = [(task.name, task.primary_metric) for task in tasks]
-    needed = of_score if metric == "score" and tasks else [task_and_name(metric)]
+    primary_metrics = [(task.name, task.primary_metric) for task in tasks]
+    needed = primary_metrics if metric == "score" and tasks else [task_and_name(metric)]
     missing = (one for one in needed if one[1] not in metrics.get(one[0], {}))
     return next((metric if task == REPORTED else f"{task}/{name}" for task, name in missing), "")
 
@@ -149,8 +120,8 @@ def quality_objective(objectives: Sequence[ObjectiveConfig]) -> ObjectiveConfig:
 
 def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
     """Return {task: metric} of the objectives that name a task: its thresholds are chosen for this metric."""
-    of_tasks = (one for one in reversed(objectives) if "/" in one)
-    named = (objective.partition("/") for objective in of_tasks)
+    with_task = (one for one in reversed(objectives) if "/" in one)
+    named = (objective.partition("/") for objective in with_task)
     return {task: metric for task, _, metric in named}
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS
-from hpo.config.own_loop_config import UNMEASURED
+from hpo.config.study_checks import UNMEASURED
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import OWN_LOOP_SETTINGS
 from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
@@ -87,7 +87,7 @@ class Params(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class OwnConfig:
-    """The settings of a trial whose loop is the study's own."""
+    """The settings of a trial with its own loop."""
 
     params: Params
     seed: int

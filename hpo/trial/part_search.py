@@ -75,10 +75,10 @@ def find_parts(
         return FoundParts(**{**known, "parts": tuple(known["parts"])})
     check = check_of(parts, cache, before_check)
     names = smallest_named_parts(parts.model)
-    found = search(CheckedSets(check), names, lambda part: inner_parts(parts.model, part))
-    if cache and found.before in _RANKS:
-        cache.put_compat(key, asdict(found))
-    return found
+    result = search(CheckedSets(check), names, lambda part: inner_parts(parts.model, part))
+    if cache and result.before in _RANKS:
+        cache.put_compat(key, asdict(result))
+    return result
 
 
 def check_of(
@@ -113,30 +113,30 @@ def search(sets: CheckedSets, parts: Sequence[str], inner: Callable[[str], Seque
     )
     errors = {part: _error(sets.check([one for one in parts if one != part])) for part in parts}
     ordered = sorted(parts, key=lambda part: errors[part])
-    found = sets.without(ordered, ordered, wanted)
-    queue = list(found)
+    needed = sets.without(ordered, ordered, wanted)
+    queue = list(needed)
     while queue:
         part = queue.pop(0)
         inside = list(inner(part))
-        finer = [*(one for one in found if one != part), *inside]
+        finer = [*(one for one in needed if one != part), *inside]
         if inside and sets.is_good(finer, wanted):
-            found = sets.without(finer, inside, wanted)
-            queue += [one for one in found if one in inside]
+            needed = sets.without(finer, inside, wanted)
+            queue += [one for one in needed if one in inside]
     reason = ""
     if len(sets.checks) >= sets.max_checks:
         reason = f"the search stopped after {sets.max_checks} checks, so a part of these may not be needed."
     order = {part: number for number, part in enumerate(parts)}
-    found.sort(key=lambda part: (order.get(part, len(order)), part))
-    return FoundParts(tuple(found), before, best.verdict, len(sets.checks), reason)
+    needed.sort(key=lambda part: (order.get(part, len(order)), part))
+    return FoundParts(tuple(needed), before, best.verdict, len(sets.checks), reason)
 
 
 def _error(check: Compatibility) -> float:
     """Return the largest error of logits or gradients; infinite if something is not finite."""
-    found = check.measurement
-    if not found.finite:
+    measured = check.measurement
+    if not measured.finite:
         return float("inf")
-    gradients = 0.0 if found.gradient_cosine is None else 1 - found.gradient_cosine
-    return max(gradients, *found.logits_relative_error.values(), 0.0)
+    gradients = 0.0 if measured.gradient_cosine is None else 1 - measured.gradient_cosine
+    return max(gradients, *measured.logits_relative_error.values(), 0.0)
 
 
 def _no_help(check: Compatibility, num_parts: int) -> str:

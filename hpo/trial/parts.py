@@ -29,7 +29,7 @@ from hpo.data.dataset import DataSet, load_data
 from hpo.data.source_sampling import SourceSampling, source_sampling
 from hpo.data.token_cache import load_tokenized
 from hpo.device import DeviceInfo
-from hpo.errors import Incompatible, Unsupported
+from hpo.errors import Incompatible, ModelError, Unsupported
 from hpo.evaluation.contributions import baselines, perfect_statistics
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
@@ -38,7 +38,7 @@ from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel
-from hpo.models.own_encoder import REFUSED, build_own_encoder
+from hpo.models.own_encoder import REFUSED, OwnEncoder
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
 from hpo.precision.frozen import store_frozen
@@ -95,10 +95,10 @@ class TrialLoader:
     def baseline(self) -> dict[str, float]:
         """Scores of the best constant predictions on validation (`hpo.evaluation.contributions`)."""
         known = [task for task in self.tasks if type(kind_of(task)).constant_rows is not Kind.constant_rows]
-        found = baselines(perfect_statistics(known, self.dataset.splits["validation"]))
+        scores = baselines(perfect_statistics(known, self.dataset.splits["validation"]))
         if len(known) < len(self.tasks):
-            found.pop("score", None)
-        return found
+            scores.pop("score", None)
+        return scores
 
     def tokenizer(self, config: TrialConfig) -> Any:
         key = json.dumps(config.encoder, sort_keys=True)
@@ -142,9 +142,13 @@ class TrialLoader:
     def build_encoder(self, config: TrialConfig) -> nn.Module:
         """Return a new encoder in fp32 weights, on the CPU."""
         if is_own("encoder", config.encoder):
-            known = TrialConfig.model_fields
-            changed = [name for name in REFUSED if getattr(config, name) != known[name].default]
-            encoder: nn.Module = build_own_encoder(str(config.encoder), config.option, changed)
+            for name in REFUSED:
+                if getattr(config, name) != TrialConfig.model_fields[name].default:
+                    raise ModelError(
+                        f"{name}: the encoder `{config.encoder}` of your own code does not have it. "
+                        "Leave it out."
+                    )
+            encoder: nn.Module = OwnEncoder(str(config.encoder), config.option)
         else:
             encoder = load_encoder(
                 config.encoder,

@@ -8,7 +8,7 @@ different result comes with possible causes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +31,6 @@ VERSIONS = ("torch", "transformers", "cuda", "rocm")
 MAX_SHOWN = 8
 
 Conditions = Mapping[str, Any]
-StepMetrics = tuple[int, Mapping[str, Any]]
-"""The step of an evaluation, and its metrics by task."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,8 @@ class RecordedTrial:
     number: int
     params: Mapping[str, Any]
     telemetry: Mapping[str, Any]
-    evaluations: Sequence[StepMetrics]
+    evaluations: Mapping[int, Mapping[str, Any]]
+    """The metrics of its evaluations by step."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,11 @@ def reproduce(executor: Executor, trial: RecordedTrial, folder: Path) -> Reprodu
     Its data and code must be those of the record, which the caller checks.
     """
     params, cautions = _params(executor, trial)
-    evaluations: list[StepMetrics] = []
+    evaluations: dict[int, Mapping[str, Any]] = {}
 
-    def note(scored: Evaluation) -> None:
-        evaluations.append((scored.step, scored.metrics))
-        _logger.info("trial %d, trained again: step %d", trial.number, scored.step)
+    def note(evaluation: Evaluation) -> None:
+        evaluations[evaluation.step] = evaluation.metrics
+        _logger.info("trial %d, trained again: step %d", trial.number, evaluation.step)
 
     with _threads(trial.telemetry.get("device", {}).get("num_threads")):
         result = executor.run(params, folder, "reproduction", Callbacks(note))
@@ -176,14 +175,14 @@ def _threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _flat(evaluations: Sequence[StepMetrics]) -> dict[str, Any]:
+def _flat(evaluations: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return metrics by names such as `evaluation 1: topic/accuracy`, and the step of each evaluation."""
     flat: dict[str, Any] = {}
-    for number, (step, metrics) in enumerate(evaluations, start=1):
+    for number, (step, metrics) in enumerate(sorted(evaluations.items()), start=1):
         flat[f"evaluation {number}: step"] = step
-        for task, of_task in metrics.items():
-            if isinstance(of_task, Mapping):  # not the objectives, which are made of these
-                flat |= {f"evaluation {number}: {task}/{name}": value for name, value in of_task.items()}
+        for task, task_metrics in metrics.items():
+            if isinstance(task_metrics, Mapping):  # not the objectives, which are made of these
+                flat |= {f"evaluation {number}: {task}/{name}": value for name, value in task_metrics.items()}
     return flat
 
 

@@ -98,10 +98,10 @@ class TrialRun(BaseRun):
             if requested:
                 self.recorder.note(fp32_parts={"requested": requested, "resolved": requested})
             return ()
-        found = distributed.decide(lambda: find_parts(self.parts, self.cache, self._stop_if_asked))
-        self.parts = self.parts.with_float32_parts(found.parts)
-        self.recorder.note(fp32_parts=found.telemetry())
-        return (found.reason,) if found.reason else ()
+        result = distributed.decide(lambda: find_parts(self.parts, self.cache, self._stop_if_asked))
+        self.parts = self.parts.with_float32_parts(result.parts)
+        self.recorder.note(fp32_parts=result.telemetry())
+        return (result.reason,) if result.reason else ()
 
     def _observe_and_compile(self) -> None:
         parts, resolution = self.parts, self.parts.resolution

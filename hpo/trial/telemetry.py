@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -197,9 +197,7 @@ class TrialRecorder:
             record |= source()
         return record
 
-    def result(
-        self, outcome: Outcome, reason: str, values: tuple[float, ...] | None, traceback: str | None
-    ) -> TrialResult:
+    def complete(self, end: TrialResult) -> TrialResult:
         """Return the trial's end with its whole record."""
         telemetry = json_safe(self.telemetry())
         self._sources.clear()  # they hold the model
@@ -212,7 +210,7 @@ class TrialRecorder:
             "peak_memory_bytes": telemetry.get("peak_memory_bytes"),
         }
         known = {key: value for key, value in headline.items() if value is not None}
-        return TrialResult(outcome, reason, values, known, telemetry, traceback)
+        return replace(end, headline=known, telemetry=telemetry)
 
 
 @dataclass(frozen=True)

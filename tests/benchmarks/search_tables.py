@@ -36,10 +36,9 @@ from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner,
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import Trial, TrialState
 
-from hpo.config.budget import MAX_TRIALS
-from hpo.config.evaluation_config import EvaluationConfig
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import SearchSpace, suggest
+from hpo.config.sections import MAX_TRIALS, EvaluationConfig
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.sampling.forecast import Cost, forecast

@@ -114,7 +114,7 @@ def test_interrupted_it_keeps_what_is_scored(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(_Run, "_judge", judge_and_interrupt)
     finished = hpo_command(folder, "deploy", "tiny", "--artifacts", INT8, "--max-drop", "90")
     assert finished.exit_code == 130, finished.err
-    assert "onnx_int8_dynamic is left out: not scored, because the search was told to stop." in finished.out
+    assert "onnx_int8_dynamic is omitted: not scored, because the search was told to stop." in finished.out
     out_folder = folder / "runs" / "tiny" / "deploy"
     stored = json.loads((out_folder / "deploy.json").read_text())
     assert stored["artifacts"][0]["timings"].keys() == {"1", "32"}

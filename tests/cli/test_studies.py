@@ -170,14 +170,7 @@ def test_data_are_found_on_another_machine_and_must_be_the_same(
     data.rename(moved / "mine")
     lost = hpo_command(here, "worker", "tiny", "--storage", url)
     assert lost.exit_code == 2
-    assert (
-        f"There is no folder {data}. If mine lies elsewhere on this machine, name its folder in" in lost.err
-    )
-    monkeypatch.setenv("HPO_DATA_DIR", str(here))
-    refused(
-        hpo_command(here, "worker", "tiny", "--storage", url),
-        f"There is no folder {data}, nor is it in HPO_DATA_DIR ({here})",
-    )
+    assert f"There is no folder {data}. If it lies elsewhere, set HPO_DATA_DIR" in lost.err
     monkeypatch.setenv("HPO_DATA_DIR", str(moved))
     found = ok(hpo_command(here, "worker", "tiny", "--storage", url))
     assert f"{data} is not here; the data are read from {moved / 'mine'}" in found.err

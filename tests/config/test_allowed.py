@@ -3,10 +3,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hpo.config.allowed import ALLOW, DATA_DIR, check_allowed, places
+from hpo.config.allowed import ALLOW, DATA_DIR, check_allowed, paths_of
 from hpo.config.study_config import load_study
 from hpo.errors import InputError
 
@@ -15,7 +16,7 @@ LOCATION = "checkpoint.location"
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the working folder `here`, whose `runs` leads to `disk`, and others."""
+    """A folder with the working folder `here`, whose `runs` is a link to `disk`, and others."""
     for name in ("here", "disk", "kept", "data", "private"):
         (tmp_path / name).mkdir()
     (tmp_path / "here" / "runs").symlink_to(tmp_path / "disk")
@@ -27,62 +28,50 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("key", "place", "is_allowed"),
+    ("key", "path"),
     [
-        (LOCATION, "{}/here/any", True),
-        (LOCATION, "{}/here/runs/any", True),
-        (LOCATION, "{}/kept", True),
-        (LOCATION, "s3://bucket/of/us/a", True),
-        (LOCATION, "gs://all", True),
-        (LOCATION, "{}/here2", False),
-        (LOCATION, "{}/here/../private", False),
-        (LOCATION, "{}/kept/link/a", False),
-        (LOCATION, "{}/data", False),
-        (LOCATION, "s3://bucket/of/user", False),
-        (LOCATION, "s3://bucket/of/us/../them", False),
-        (LOCATION, "gs://bucket/of/us", False),
-        ("data.path", "{}/data", True),
-        ("data.path", "{}/nowhere", True),  # and so read from HPO_DATA_DIR, or not at all
-        ("data.path", "{}/private", False),
+        *((LOCATION, path) for path in ("{}/here/any", "{}/here/runs/any", "{}/kept")),
+        *((LOCATION, path) for path in ("s3://bucket/of/us/a", "gs://all")),
+        ("data.path", "{}/data"),
+        ("data.path", "{}/nowhere"),  # read from HPO_DATA_DIR
     ],
 )
-def test_what_lies_under_a_folder_or_bucket_of_this_machine(
-    machine: Path, key: str, place: str, is_allowed: bool
-) -> None:
-    named = {key: place.format(machine)}
+def test_allowed_paths(machine: Path, key: str, path: str) -> None:
+    check_allowed("tiny", {key: path.format(machine)})
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        *((LOCATION, path) for path in ("{}/here2", "{}/here/../private", "{}/kept/link/a", "{}/data")),
+        *((LOCATION, path) for path in ("s3://bucket/of/user", "s3://bucket/of/us/../them")),
+        (LOCATION, "gs://bucket/of/us"),
+        ("data.path", "{}/private"),
+    ],
+)
+def test_other_paths_need_users_own_file(machine: Path, key: str, path: str) -> None:
+    named = {key: path.format(machine)}
     check_allowed("tiny", named, of_file=named)
-    if is_allowed:
+    with pytest.raises(InputError, match=rf"{key}: the study `tiny` .* in a folder of HPO_ALLOW"):
         check_allowed("tiny", named)
-    else:
-        with pytest.raises(InputError, match=rf"{key}: the study `tiny` .*under what HPO_ALLOW names"):
-            check_allowed("tiny", named)
 
 
-def test_an_encoder_is_read_where_this_machine_allows(machine: Path) -> None:
+@pytest.mark.parametrize("form", ["folder", "tokenizer", "relative", "searched"])
+def test_encoder_needs_allowed_folder(machine: Path, form: str) -> None:
     (machine / "here" / "model").mkdir()
     (machine / "private" / "model").mkdir()
     fresh = {"model_type": "bert", "tokenizer": f"{machine}/private/model"}
-    study = {
-        "name": "tiny",
-        "data": {"source": "synthetic"},
-        "model": {"encoder": f"{machine}/private/model"},
-    }
-    for changes, key in (
-        ({}, "model.encoder"),
-        ({"model": {"encoder": fresh}}, "model.encoder"),
-        ({"model": {"encoder": "../private/model"}}, "model.encoder"),
-        (
-            {
-                "model": {},
-                "search_space": {"encoder": {"type": "categorical", "choices": ["./model", fresh]}},
-            },
-            "search_space.encoder.choices.1",
-        ),
-    ):
-        path = machine / "here" / "tiny.yaml"
-        path.write_text(json.dumps(study | changes))
-        with pytest.raises(InputError, match=rf"{key}: the study `tiny` .*under what HPO_ALLOW names"):
-            check_allowed("tiny", places(load_study(path)))
-        check_allowed("tiny", places(load_study(path)), of_file=places(load_study(path)))
-    path.write_text(json.dumps(study | {"model": {"encoder": "./model"}}))
-    check_allowed("tiny", places(load_study(path)))
+    choices = {"encoder": {"type": "categorical", "choices": ["./model", fresh]}}
+    changes: dict[str, Any] = {
+        "folder": {"model": {"encoder": f"{machine}/private/model"}},
+        "tokenizer": {"model": {"encoder": fresh}},
+        "relative": {"model": {"encoder": "../private/model"}},
+        "searched": {"search_space": choices},
+    }[form]
+    path = machine / "here" / "tiny.yaml"
+    path.write_text(json.dumps({"name": "tiny", "data": {"source": "synthetic"}} | changes))
+    key = "search_space.encoder.choices.1" if form == "searched" else "model.encoder"
+    with pytest.raises(InputError, match=f"{key}: the study `tiny`"):
+        check_allowed("tiny", paths_of(load_study(path)))
+    path.write_text(path.read_text().replace(f"{machine}/private", ".").replace("../private", "."))
+    check_allowed("tiny", paths_of(load_study(path)))

@@ -28,9 +28,9 @@ def choices(setting: str) -> set[str]:
         ("loss", {"auto", *(loss for kind in KINDS.values() for loss in kind.losses)}),
     ],
 )
-def test_the_choices_are_those_that_are_known(setting: str, known: Collection[str]) -> None:
+def test_choices_of_setting_are_implemented(setting: str, known: Collection[str]) -> None:
     assert choices(setting) == set(known)
 
 
-def test_every_compile_mode_is_one_of_pytorchs() -> None:
+def test_compile_modes_are_pytorchs() -> None:
     assert choices("compile") - {"none"} <= set(torch._inductor.list_mode_options())

@@ -10,15 +10,12 @@ from hpo.config.limits import Limit, broken_limits, violation, violations
 from hpo.config.study_config import stored_study
 from hpo.errors import InputError, StudyChangedError, StudyFileError
 
-MEMORY = {"peak_memory_bytes": {"max": 8.0e9}}
-
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"peak_memory": {"max": 1}}, r"peak_memory: unknown metric .*Did you mean `peak_memory_bytes`\?"),
         ({"score": {"min": 2, "max": 1}}, r"score\.min: must be <= `max`, but got 2 and 1\."),
-        ({"score": {"min": "0.7 or so"}}, r"score\.min: must be a number, but got `0\.7 or so`\."),
         ({"score": {"min": True}}, r"score\.min: must be a number, but got `true`\."),
         ({"score": {"max": float("nan")}}, r"score\.max: must be a finite number"),
         ({"score": {}}, r"score: must have `min` or `max`\."),
@@ -26,22 +23,18 @@ MEMORY = {"peak_memory_bytes": {"max": 8.0e9}}
         ({"score": {"minimum": 1}}, r"score\.minimum: there is no such key\. Did you mean `min`\?"),
     ],
 )
-def test_a_limit_that_says_nothing_is_refused_by_its_key(
-    tmp_path: Path, given: dict[str, Any], message: str
-) -> None:
+def test_bad_limits_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(StudyFileError, match=rf"tiny\.yaml:\d+: constraints\.{message}"):
         tiny_study(tmp_path, constraints=given)
 
 
-def test_a_metric_of_no_task_is_refused_before_the_first_trial(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"constraints: no task .*f1_makro'\. Did you mean `criteria/f1_macro`"
-    ):
+def test_unknown_task_is_refused_before_first_trial(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"constraints: no task .*Did you mean `criteria/f1_macro`"):
         tiny_executor(tmp_path, constraints={"criteria/f1_makro": {"min": 0.5}})
 
 
-def test_a_study_is_resumed_with_the_limits_that_it_was_made_with(tmp_path: Path) -> None:
-    config = tiny_study(tmp_path, constraints=MEMORY)
+def test_limits_of_existing_study_cannot_change(tmp_path: Path) -> None:
+    config = tiny_study(tmp_path, constraints={"peak_memory_bytes": {"max": 8.0e9}})
     stored = config.definition()
     assert stored_study("tiny", stored).constraints == config.resumed(stored).constraints
     other = tiny_study(tmp_path, constraints={"peak_memory_bytes": {"max": 9.0e9}, "score": {"min": 0.1}})
@@ -49,12 +42,9 @@ def test_a_study_is_resumed_with_the_limits_that_it_was_made_with(tmp_path: Path
         other.resumed(stored)
     assert "~ constraints.peak_memory_bytes.max: 8000000000.0 -> 9000000000.0" in str(refused.value)
     assert '+ constraints.score: {"min": 0.1, "max": null}' in str(refused.value)
-    unlimited = tiny_study(tmp_path)
-    earlier = {key: value for key, value in unlimited.definition().items() if key != "constraints"}
-    assert unlimited.resumed(earlier).constraints == {}, "as a version without limits has stored it"
 
 
-def test_violations_are_shares_of_the_limit_and_what_is_not_known_counts_as_met() -> None:
+def test_violations_are_shares_of_limits() -> None:
     limits = {"a": Limit(max=8.0), "b": Limit(min=500.0), "c": Limit(min=0.0, max=0.5), "d": Limit(min=1.0)}
     values = {"a": 12.0, "b": 400.0, "c": -0.25, "d": None}
     assert violations(limits, values) == {"a": 0.5, "b": pytest.approx(0.2), "c": 0.25, "d": 0.0}

@@ -18,14 +18,12 @@ from hpo.config.resolved_study import resolve_study
         ({"amp": {"preset": "ultra"}}, ("fp32", "bf16", "fp16")),
     ],
 )
-def test_the_preset_gives_the_precision_if_the_study_has_none(
-    changes: dict[str, Any], precisions: tuple[str, ...]
-) -> None:
-    """The described CPU has no native precision but fp32, which the preset `auto` takes."""
+def test_preset_decides_open_precision(changes: dict[str, Any], precisions: tuple[str, ...]) -> None:
+    """The described CPU supports only fp32 natively, which is the choice of the preset `auto`."""
     assert resolve_study(study(**changes), CPU).precisions == precisions
 
 
-def test_other_amp_settings_leave_the_stored_study_as_it_is() -> None:
+def test_with_amp_keeps_original_study() -> None:
     config = study(amp={"preset": "ultra", "tf32": False})
     resolved = resolve_study(config, CPU)
     changed = resolved.with_amp(allow_emulated=True)

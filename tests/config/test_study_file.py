@@ -8,7 +8,7 @@ from hpo.config.study_file import parse_yaml_value, read_study_file, show
 from hpo.errors import StudyFileError
 
 
-def test_scalars_are_those_of_yaml_1_2() -> None:
+def test_scalars_follow_yaml_1_2() -> None:
     numbers = "1e-5, 1E5, 1.0e-5, .5, 3, -3, 65_536, 010"
     texts = "1:30, 2024-01-01, none, off, on, yes, no, '1e-5'"
     parsed = parse_yaml_value(f"[{numbers}, {texts}, true, null, ~]")
@@ -18,7 +18,7 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
     assert parse_yaml_value("[unclosed") == "[unclosed"
 
 
-def test_line_of_every_key_is_known(tmp_path: Path) -> None:
+def test_lines_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
     path.write_text("# comment\na: 1\nb:\n  c: [1, 2]\n  d: {e: 3}\n")
     file = read_study_file(path)
@@ -26,7 +26,7 @@ def test_line_of_every_key_is_known(tmp_path: Path) -> None:
     assert file.lines == {"a": 2, "b": 3, "b.c": 4, "b.c.0": 4, "b.c.1": 4, "b.d": 5, "b.d.e": 5}
 
 
-def test_values_are_shown_as_in_a_study_file() -> None:
+def test_show_values_as_yaml() -> None:
     shown = {"tpe": "`tpe`", None: "`null`", True: "`true`", -1.0: "`-1.0`"}
     assert {value: show(value) for value in shown} == shown
     assert (show([1, "a"]), show({"a": 1})) == ('`[1, "a"]`', '`{"a": 1}`')
@@ -34,15 +34,15 @@ def test_values_are_shown_as_in_a_study_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("!!python/object/apply:os.system ['true']", "no value is of tag:yaml"),
         ("!!bool maybe", "`maybe` is no bool"),
         ("9" * 5000, "9 ...` is no int"),
     ],
 )
-def test_what_is_no_value_is_refused_with_its_line(tmp_path: Path, value: str, said: str) -> None:
+def test_bad_scalar_is_refused_with_line(tmp_path: Path, value: str, message: str) -> None:
     path = tmp_path / "study.yaml"
     path.write_text(f"name: s\nn_trials: {value}\n")
-    with pytest.raises(StudyFileError, match=rf"study\.yaml:2: this is not valid YAML: .*{said}"):
+    with pytest.raises(StudyFileError, match=rf"study\.yaml:2: this is not valid YAML: .*{message}"):
         read_study_file(path)

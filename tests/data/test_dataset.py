@@ -6,12 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from support.jsonl_sets import load, load_set, write_set
+from support.jsonl_sets import load_set, write_set
 
 from hpo.data.dataset import DataSet
-from hpo.data.synthetic import SyntheticRows
 
 TASKS = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
 
@@ -157,23 +155,3 @@ def test_fingerprint_is_equal_in_every_process(tmp_path: Path) -> None:
         assert output.strip() == fingerprint
     write_set(tmp_path, tasks, train=[{**lines[0], "text": "other"}])
     assert load_set(tmp_path).fingerprint != fingerprint
-
-
-def generated(**synthetic: Any) -> DataSet:
-    sizes = {"num_train": 50, "num_validation": 20, "num_test": 10, **synthetic}
-    return load(source="synthetic", synthetic=sizes)
-
-
-def test_synthetic_data_has_the_configured_sizes() -> None:
-    dataset = generated()
-    sizes = {split: len(examples) for split, examples in dataset.splits.items()}
-    assert sizes == {"train": 50, "validation": 20, "test": 10}
-    assert list(dataset.splits["train"]) == SyntheticRows("train", 99)[:50]
-    burden = next(task for task in dataset.tasks if task.name == "burden")
-    burdens = [row.labels["burden"] for row in dataset.splits["train"]]
-    assert (burden.target_mean, burden.target_std) == (np.mean(burdens), np.std(burdens))
-    limited = load(source="synthetic", limits={"train": 30, "test": 5}).splits
-    assert list(map(len, limited.values())) == [30, 300, 5]
-    assert generated().fingerprint == dataset.fingerprint
-    assert generated(seed=1).fingerprint != dataset.fingerprint
-    assert generated(num_train=51).fingerprint != dataset.fingerprint

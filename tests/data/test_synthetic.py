@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
+from support.jsonl_sets import load
 
-from hpo.config.data_config import DataConfig, SyntheticConfig
-from hpo.data.dataset import load_data
 from hpo.data.examples import RowChecker
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import parse_tasks
@@ -44,22 +43,6 @@ def test_rows_pass_the_check_of_every_other_source() -> None:
         assert (example, problems) == (row, [])
 
 
-def test_labels_evidence_severity_and_score_agree() -> None:
-    for row in SyntheticRows("train", 500):
-        held = row.labels["criteria"]
-        assert isinstance(held, list)
-        assert set(held) == set(row.spans)
-        severities = ["none", "mild", "mild", "moderate", "moderate", *["severe"] * 4]
-        assert row.labels["severity"] == severities[len(held)]
-        assert len(held) - 0.5 <= float(str(row.labels["burden"])) <= 3 * len(held) + 0.5
-        for spans in row.spans.values():
-            for start, end in spans:
-                sentence = row.text[start:end]
-                assert sentence[-1] in ".!"
-                assert start == 0 or row.text[start - 1] in " \n"
-                assert sentence[0].isupper() or row.text.lower() == row.text
-
-
 def test_label_noise_removes_and_adds_labels() -> None:
     clean, noisy = (SyntheticRows("train", 300, label_noise=noise) for noise in (0.0, 1.0))
     for ours, theirs in zip(clean, noisy, strict=True):
@@ -68,15 +51,21 @@ def test_label_noise_removes_and_adds_labels() -> None:
     assert any(row.spans for row in noisy)
 
 
-def test_posts_without_look_alikes() -> None:
-    plain = SyntheticRows("train", 200, look_alikes=0.0)
-    assert not any(re.search(r"not true|used to|My brother", row.text) for row in plain if not row.spans)
-
-
-def test_default_look_alikes_keep_the_fingerprint_of_older_studies() -> None:
+def test_the_fingerprint_depends_on_the_settings() -> None:
     def fingerprint(**settings: Any) -> str:
-        return load_data(DataConfig(source="synthetic", synthetic=SyntheticConfig(**settings))).fingerprint
+        sizes = {"num_train": 20, "num_validation": 20, "num_test": 20}
+        return load(source="synthetic", synthetic=sizes | settings).fingerprint
 
-    sizes = {"num_train": 20, "num_validation": 20, "num_test": 20}
-    assert fingerprint(**sizes) == STORED
-    assert fingerprint(**sizes, look_alikes=0.1) != STORED
+    assert fingerprint() == STORED
+    changes: list[dict[str, Any]] = [{"look_alikes": 0.1}, {"seed": 1}, {"num_train": 21}]
+    assert len({STORED, *(fingerprint(**change) for change in changes)}) == 4
+
+
+def test_sizes_and_statistics_of_the_data_set() -> None:
+    sizes = {"num_train": 50, "num_validation": 20, "num_test": 10}
+    dataset = load(source="synthetic", synthetic=sizes, limits={"train": 30})
+    assert [len(examples) for examples in dataset.splits.values()] == [30, 20, 10]
+    assert list(dataset.splits["train"]) == SyntheticRows("train", 99)[:30]
+    burdens = [row.labels["burden"] for row in dataset.splits["train"]]
+    burden = next(task for task in dataset.tasks if task.name == "burden")
+    assert (burden.target_mean, burden.target_std) == (np.mean(burdens), np.std(burdens))

@@ -179,20 +179,6 @@ def test_a_column_without_labels_is_refused(tmp_path: Path) -> None:
         read(tmp_path, "csv", {"t": {"kind": ONE}}, {"t": [None, None]})
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        pa.array(["a", None, "b"]).dictionary_encode(),
-        pa.array(["a", None, "b"], pa.large_string()),
-        pa.array(["a", None, "b"], pa.string_view()),
-    ],
-    ids=lambda array: str(array.type),
-)
-def test_every_arrow_type_of_text_is_read(array: Any, tmp_path: Path) -> None:
-    dataset = read(tmp_path, "parquet", {"t": {"kind": ONE}}, {"t": array})
-    assert [row.labels.get("t") for row in dataset.splits["train"]] == ["a", None, "b"]
-
-
 # Spans
 
 PERSON = {"names": {"kind": "token_classification", "span_names": ["person"]}}

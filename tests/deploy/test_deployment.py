@@ -86,9 +86,6 @@ def test_scores_equal_an_evaluation(tmp_path: Path) -> None:
     assert result.test.fp32_score.value == pytest.approx(primary_mean(executor.tasks, on_test), abs=1e-6)
     assert result.test.num_examples == len(executor.dataset.splits["test"])
     assert "Its score is that of texts predicted alone." in result.notes[-1]
-    stored = json.loads(json.dumps(result.as_json()))
-    assert stored["artifacts"][2]["artifact"] == ONNX_INT8
-    assert stored["artifacts"][2]["timings"]["32"]["speed_up"].keys() == {"ratio", "low", "high"}
 
 
 @pytest.mark.parametrize(

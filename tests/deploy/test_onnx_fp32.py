@@ -50,17 +50,6 @@ def test_logits_and_probabilities_equal_pytorch(family: str, tiny_exports: Path,
     np.testing.assert_allclose(probabilities(graph, TEXTS[1:2]), probabilities(model)[1:2], atol=1e-5)
 
 
-def test_row_of_padding_leaves_the_others(tiny_exports: Path) -> None:
-    graph = hpo.load(tiny_exports / "onnx", device="cpu")
-    logits = graph(*random_batch((12, 0, 7))).logits
-    assert all(values.isfinite().all() for values in logits.values())
-    for row, length in ((0, 12), (2, 7)):
-        alone = graph(*(one[row : row + 1, :length] for one in random_batch((12, 0, 7)))).logits
-        for name, values in logits.items():
-            real = values[row, :length] if values.ndim == 3 else values[row]
-            torch.testing.assert_close(real, alone[name][0], atol=1e-5, rtol=0)
-
-
 def test_folder_is_complete(tiny_exports: Path) -> None:
     folder = tiny_exports / "onnx"
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}

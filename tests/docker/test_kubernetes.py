@@ -12,7 +12,7 @@ import pytest
 import yaml
 from support.command_line import COMMANDS, ROOT
 
-from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.sections import CheckpointConfig
 from hpo.errors import InputError
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.running.stopping import Ended, RunSummary

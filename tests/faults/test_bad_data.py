@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from support.jsonl_sets import load, load_set, write_set
 
-from hpo.data.dataset import DataSet
 from hpo.errors import DataError
 
 TASKS: dict[str, Any] = {
@@ -104,10 +103,7 @@ def test_twenty_problems_are_reported_at_most(tmp_path: Path) -> None:
         load_set(tmp_path)
     first, *listed = str(caught.value).splitlines()
     assert first == "1,030 bad rows in the data; mend or remove:"
-    assert (
-        listed[19]
-        == f"  {tmp_path / 'train.jsonl'}:21: labels.tone: unknown class `clam`. Did you mean `calm`?"
-    )
+    assert listed[19].endswith("train.jsonl:21: labels.tone: unknown class `clam`. Did you mean `calm`?")
     assert listed[20:] == ["  ... and 1,010 more"]
 
 
@@ -157,19 +153,15 @@ def test_bad_tasks_are_refused(tmp_path: Path) -> None:
     refused(r"tasks\.json: must be JSON, but Expecting property name", tmp_path)
 
 
-def test_too_few_rows_for_a_drawn_split_are_refused(tmp_path: Path) -> None:
-    write_set(tmp_path, TASKS, train=[GOOD])
+def test_unusable_files_are_refused(tmp_path: Path) -> None:
+    path = write_set(tmp_path, TASKS, train=[GOOD]) / "train.jsonl"
     refused(r"1 training rows are too few to draw a (train|validation) split from", tmp_path)
-
-
-# Tables
-
-
-def load_csv(folder: Path, content: str, **columns: Any) -> DataSet:
-    for split in ("train", "validation"):
-        (folder / f"{split}.csv").write_text(content)
-    columns = {"labels": {"tone": "tone"}, **columns}
-    return load_set(folder, "csv", tasks={"tone": TASKS["tone"]}, columns=columns)
+    path.write_bytes(path.read_bytes() + '{"id": "b", "text": "é"}'.encode("latin-1"))
+    refused(r"train\.jsonl:2: must be one JSON object in UTF-8, but 'utf-8' codec", tmp_path)
+    (tmp_path / "train.parquet").write_text("no")
+    refused(r"train\.parquet: must be a parquet file, but", tmp_path, source="parquet")
+    with pytest.raises(DataError, match=r"data\.hub\.name: `datasets` cannot load"):
+        load(source="hub", tasks=TASKS, hub={"name": str(tmp_path / "nowhere" / "at" / "all")})
 
 
 @pytest.mark.parametrize(
@@ -179,34 +171,13 @@ def load_csv(folder: Path, content: str, **columns: Any) -> DataSet:
         ('text,tone\n"a\nb",calm\nhello,clam\n', {}, "train.csv:4: labels.tone: unknown class `clam`"),
         ('text,tone\n"hello"x,calm\n', {}, "train.csv:2: must be CSV, but"),
         ("text,tone,tone\na,calm,calm\n", {}, "must have the column `tone` once, but has it 2 times"),
-        (
-            "text,tone\n",
-            {"labels": {"tune": "tone"}},
-            "labels: no task with labels is called `tune`. Did you",
-        ),
-        (
-            "text,tone\n",
-            {"spans": {"names": "tone"}},
-            "data.columns.spans: no task with spans is called `names`",
-        ),
+        ("text,tone\n", {"labels": {"tune": "tone"}}, "no task with labels is called `tune`. Did you"),
+        ("text,tone\n", {"spans": {"names": "tone"}}, "columns.spans: no task with spans is called `names`"),
         ("text,tone\n", {"id": "key"}, "has no column `key`"),
     ],
 )
-def test_a_bad_csv_file_is_refused(
-    content: str, columns: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError) as caught:
-        load_csv(tmp_path, content, **columns)
-    assert message in str(caught.value)
-
-
-def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "train.parquet").write_text("no")
-    refused(r"train\.parquet: must be a parquet file, but", tmp_path, source="parquet")
-
-
-def test_a_missing_hub_set_is_refused(tmp_path: Path) -> None:
-    hub = {"name": str(tmp_path / "nowhere" / "at" / "all")}
-    with pytest.raises(DataError, match=r"data\.hub\.name: `datasets` cannot load"):
-        load(source="hub", tasks=TASKS, hub=hub)
+def test_bad_csv_files_are_refused(content: str, columns: Any, message: str, tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text(content)
+    columns = {"labels": {"tone": "tone"}, **columns}
+    refused(message, tmp_path, source="csv", tasks={"tone": TASKS["tone"]}, columns=columns)

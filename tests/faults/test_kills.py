@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 from support.worker_process import (
-    PLACES,
+    KILL_POINTS,
     check_done,
     ended_log,
     finish,
@@ -38,18 +38,18 @@ from hpo.study.store.studies import create_or_resume_study
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
-    [("sqlite", place) for place in PLACES]
+    ("kind", "point"),
+    [("sqlite", point) for point in KILL_POINTS]
     + [
-        pytest.param("postgres", place, marks=pytest.mark.postgres)
-        for place in ("trial made", "half suggested", "half of the outcome", "trial ended")
+        pytest.param("postgres", point, marks=pytest.mark.postgres)
+        for point in ("trial made", "half suggested", "half of the outcome", "trial ended")
     ],
 )
 def test_killed_worker_is_continued(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, point: str
 ) -> None:
     storage_url, config, log = request.getfixturevalue(f"{kind}_url"), study(4), tmp_path / "log"
-    run_until_killed(work, storage_url, config, log, kill=place, kill_at=2)
+    run_until_killed(work, storage_url, config, log, kill=point, kill_at=2)
     before = notes(log)
     with open_storage(storage_url) as storage:
         counts = storage.trial_counts(config.name)
@@ -63,7 +63,7 @@ def test_killed_worker_is_continued(
         assert {line["number"] for line in before} <= set(runs)
 
 
-def test_configuration_that_kills_its_process_ends_as_crashed(sqlite_url: str, tmp_path: Path) -> None:
+def test_deadly_configuration_ends_as_crashed(sqlite_url: str, tmp_path: Path) -> None:
     config, log = study(6), tmp_path / "log"
     with open_storage(sqlite_url) as storage:
         opened = create_or_resume_study(storage, config)
@@ -94,7 +94,7 @@ GRID = {
 
 
 def check_exact(storage: Storage, config: StudyConfig, log: Path, num_killed_after_end: int = 0) -> None:
-    """Check that every trial ended once. A trial killed often in one place may have `crashed`.
+    """Check that every trial ended once. A trial killed often at one point may have `crashed`.
 
     Only trials whose worker was killed between their end and its record train twice to the end.
     """
@@ -151,13 +151,13 @@ def test_concurrent_workers_begin_exactly_n_trials(storage_url: str, tmp_path: P
     assert (len(record.trials), len(record.workers)) == (3, 8)
 
 
-@pytest.mark.parametrize("place", ["half of the outcome", "retry made", "trial ended"])
-def test_kill_during_a_retry(storage_url: str, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("point", ["half of the outcome", "retry made", "trial ended"])
+def test_kill_during_a_retry(storage_url: str, tmp_path: Path, point: str) -> None:
     """The failed attempt and its retry are one of the `n_trials`."""
     space = {"fp_precision": ["bf16"], "batch_size": [32]}
     space = {name: {"type": "categorical", "choices": choices} for name, choices in space.items()}
     config, log = study(2, search_space=space, max_retries=1), tmp_path / "log"
-    run_until_killed(work, storage_url, config, log, kill=place, kill_at=1)
+    run_until_killed(work, storage_url, config, log, kill=point, kill_at=1)
     work(storage_url, config, log)
     with open_storage(storage_url) as storage:
         check_done(storage, config, log)

@@ -18,11 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.command_line import finish as finish_command
-from support.command_line import ok, saved_steps, start_hpo, wait_until
 from support.postgres import PostgresServer
 from support.proxy import Proxy
-from support.tiny import write_long_study
 from support.worker_process import finish, note, notes, result, start_process, study, wait_for
 
 from hpo.config.study_config import StudyConfig
@@ -203,24 +200,6 @@ def through_proxy(url: str, proxy: Proxy) -> str:
     return re.sub(r":\d+/", f":{proxy.port}/", url) + "?connect_timeout=2"
 
 
-def test_worker_is_killed_during_an_outage(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
-    """Its trial waits at an unstored evaluation, and continues from the checkpoint before."""
-    config = study(1, pruner={"name": "none"})
-    [worker] = start_workers(url, config, tmp_path, 2.0, count=1)
-    wait_for_steps(tmp_path, 30)
-    postgres_server.stop(immediate=True)
-    try:
-        wait_for(lambda: steps_made(tmp_path) + 1 in EVALUATED)
-        saved = steps_made(tmp_path) - 19
-        os.kill(worker.pid, signal.SIGKILL)
-        worker.join()
-    finally:
-        postgres_server.start()
-    finish(*start_workers(url, config, tmp_path, 2.0, count=1))
-    assert [line["step"] for line in log_of(tmp_path, "started")] == [0, saved]
-    check_whole(url, config, tmp_path)
-
-
 def test_worker_is_stopped_past_its_lease(url: str, tmp_path: Path) -> None:
     """Another worker has its trial then, so its writes are refused."""
     config = study(1, pruner={"name": "none"})
@@ -237,28 +216,3 @@ def test_worker_is_stopped_past_its_lease(url: str, tmp_path: Path) -> None:
     assert [line["pid"] for line in log_of(tmp_path, "lost")] == [stopped.pid]
     assert [line["pid"] for line in log_of(tmp_path, "ended")] == [other.pid]
     check_whole(url, config, tmp_path)
-
-
-def test_stop_signal_during_an_outage(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
-    """`hpo run` writes its checkpoint and leaves; the next run continues from it."""
-    num_steps = 400  # with fewer, a trial on a busy machine has ended before the server stops
-    write_long_study(tmp_path, 0.1, n_trials=1, max_steps=num_steps)
-    process = start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)
-    wait_until(lambda: saved_steps(tmp_path)[-1:] >= [5], process)
-    with postgres_server.connect("postgres") as connection:
-        connection.execute("CHECKPOINT")  # a crash may lose the last commits, with the parameters
-    postgres_server.stop(immediate=True)
-    try:
-        process.terminate()
-        stopped = finish_command(process, seconds=60)
-    finally:
-        postgres_server.start()
-    assert stopped.exit_code == 130, stopped
-    assert "told to stop while the database is away" in stopped.err
-    assert "Traceback" not in stopped.err
-    newest = saved_steps(tmp_path)[-1]
-    write_long_study(tmp_path, 30, n_trials=1, max_steps=num_steps)
-    ok(finish_command(start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)))
-    with open_storage(url) as storage:
-        [trial] = read_study(storage, "tiny").trials
-    assert (trial.outcome, trial.telemetry.get("resumed_from_step")) == ("complete", newest)

@@ -1,8 +1,7 @@
-"""Workers and another program share a PgBouncer in transaction mode."""
+"""Workers share a PgBouncer in transaction mode with other programs."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,47 +30,30 @@ def pool_url(postgres_server: PostgresServer, postgres_url: str) -> Iterator[str
         yield url
 
 
-class OtherProgram:
-    """Reads the settings of its server connection in many short transactions."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._leaving = url, threading.Event()
-        self.seen: list[dict[str, str]] = []
-        self.pids: set[int] = set()
-        """Process ids of the server."""
-        self._thread = threading.Thread(target=self._read)
-
-    def __enter__(self) -> OtherProgram:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._leaving.set()
-        self._thread.join()
-
-    def _read(self) -> None:
-        with psycopg.connect(self._url, prepare_threshold=None, application_name="other") as connection:
-            while not self._leaving.wait(0.05):
-                with connection.transaction():
-                    row = connection.execute("SELECT pg_backend_pid()").fetchone()
-                    assert row is not None
-                    self.pids.add(row[0])
-                    self.seen.append(server_settings(connection))
-
-
 def be_worker(url: str, config: StudyConfig, log: Path) -> None:
     with one_connection():
         work(url, config, log, trial_seconds=0.05)
 
 
-def test_workers_share_two_connections_with_another_program(pool_url: str, tmp_path: Path) -> None:
+def settings_of_all(url: str) -> list[dict[str, str]]:
+    """Return the settings of the server's connections, as another program sees them."""
+    programs = [
+        psycopg.connect(url, prepare_threshold=None, application_name="other") for _ in range(POOL_SIZE)
+    ]
+    try:
+        found = [server_settings(program) for program in programs]  # each keeps its transaction open
+    finally:
+        for program in programs:
+            program.close()
+    return found
+
+
+def test_workers_share_two_connections(pool_url: str, tmp_path: Path) -> None:
+    """They leave no settings of a session to other programs."""
     config, log = study(24), tmp_path / "log"
-    with psycopg.connect(pool_url, prepare_threshold=None, application_name="other") as connection:
-        before = server_settings(connection)
-    with OtherProgram(pool_url) as other:
-        finish(*(start_process(be_worker, pool_url, config, log) for _ in range(NUM_WORKERS)))
-    assert len(other.pids) == POOL_SIZE, "it shares both connections with the workers"
-    assert all(settings == before for settings in other.seen)
+    before = settings_of_all(pool_url)
+    finish(*(start_process(be_worker, pool_url, config, log) for _ in range(NUM_WORKERS)))
+    assert settings_of_all(pool_url) == before
     with open_storage(pool_url) as storage:
         check_done(storage, config, log)
         assert len(read_study(storage, config.name).workers) == NUM_WORKERS

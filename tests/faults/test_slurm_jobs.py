@@ -1,4 +1,4 @@
-"""On a real Slurm, what befalls a job costs its trial no more than what follows its last checkpoint."""
+"""Faults of jobs on a real Slurm. A trial loses only the work after its last checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.postgres]
 
 
 def submit(folder: Path, url: str, *options: str, seconds: float = 12) -> str:
-    """Submit one worker to the partition `low` with a study of one trial; return the job's number.
-
-    The trial takes so many seconds, on a fast machine too: what is to befall it takes Slurm some seconds.
-    """
+    """Submit one worker to the partition `low` with one trial of this length; return the job's number."""
     write_long_study(folder, 0.1, n_trials=1, per_trial=4, max_seconds=seconds)
     submitted = hpo_command(folder, "submit", "tiny.yaml", "--slurm", "--storage", url, "--json", *options)
     return str(ok(submitted).json["job"])
@@ -37,8 +34,8 @@ def read(url: str) -> StudyRecord:
         return read_study(storage, "tiny")
 
 
-def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
-    """The job ends by itself, and its one trial went on from a checkpoint after a restart."""
+def check_continued(slurm: SlurmCluster, url: str, job: str) -> None:
+    """Wait for the end of the job; check that its trial continued from a checkpoint."""
     slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 120)
     record = read(url)
     assert record.counts == {"open": 0, "running": 0, "done": 1}
@@ -58,42 +55,42 @@ def preempt(slurm: SlurmCluster, job: str) -> None:
     slurm.run("sbatch --partition=high --exclusive --nodes=2 --output=/dev/null --wrap", "sleep 1")
 
 
-def come_to_the_time_limit(slurm: SlurmCluster, job: str) -> None:
-    slurm.run(f"scontrol update jobid={job}_0 EndTime=now+50")  # it looks every 30 s who is to be warned
+def reach_time_limit(slurm: SlurmCluster, job: str) -> None:
+    slurm.run(f"scontrol update jobid={job}_0 EndTime=now+50")  # Slurm checks the limit every 30 s
 
 
-def kill_the_node(slurm: SlurmCluster, job: str) -> None:
+def kill_node(slurm: SlurmCluster, job: str) -> None:
     slurm.kill_node(node_of(slurm, job))
 
 
-def check_requeued(
-    befall: Callable[[SlurmCluster, str], None], slurm: SlurmCluster, job: str, folder: Path
-) -> None:
-    """Let something happen to the job once its trial is further on than before; Slurm requeues it."""
-    before = saved_steps(folder)[-1:]
-    slurm.wait(
-        lambda: slurm.states(job) == {f"{job}_0": "RUNNING"} and saved_steps(folder)[-1:] > before, 120
-    )
-    befall(slurm, job)
-    slurm.wait(lambda: slurm.states(job) != {f"{job}_0": "RUNNING"})
-    slurm.start_missing_nodes()
+def wait_for_progress(slurm: SlurmCluster, job: str, folder: Path) -> None:
+    before, running = saved_steps(folder)[-1:], {f"{job}_0": "RUNNING"}
+    slurm.wait(lambda: slurm.states(job) == running and saved_steps(folder)[-1:] > before, 120)
 
 
 @pytest.mark.slow
-def test_a_job_that_is_requeued_again_and_again(
-    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("faults", "seconds"), [((preempt, kill_node), 14), ((reach_time_limit,), 45)], ids=["faults", "time"]
+)
+def test_requeued_job_continues_trial(
+    slurm: SlurmCluster,
+    postgres_url: str,
+    tmp_path: Path,
+    faults: tuple[Callable[[SlurmCluster, str], None], ...],
+    seconds: float,
 ) -> None:
-    """By Slurm when it is preempted and when its node dies."""
-    job = submit(tmp_path, postgres_url, seconds=14)
-    for befall in (preempt, kill_the_node):
-        check_requeued(befall, slurm, job, tmp_path)
-    check_went_on(slurm, postgres_url, job)
+    options = ("--sbatch", "signal=B:USR1@50") if reach_time_limit in faults else ()
+    job = submit(tmp_path, postgres_url, *options, seconds=seconds)
+    for fault in faults:
+        wait_for_progress(slurm, job, tmp_path)
+        fault(slurm, job)
+        slurm.wait(lambda: slurm.states(job) != {f"{job}_0": "RUNNING"})
+        slurm.start_missing_nodes()
+    check_continued(slurm, postgres_url, job)
 
 
-def test_an_array_that_is_preempted_loses_no_trial_that_has_paused(
-    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
-) -> None:
-    """Two workers of four trials, of which two go on from the first rung and one to the end."""
+def test_preempted_array_keeps_paused_trials(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+    """Two of four trials continue after the first rung, and one to the end."""
     promote = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
     write_long_study(tmp_path, 0.1, n_trials=4, per_trial=5, max_seconds=8, pruner=promote)
     options = ("--slurm", "--workers", "2", "--storage", postgres_url, "--json")
@@ -109,21 +106,16 @@ def test_an_array_that_is_preempted_loses_no_trial_that_has_paused(
     assert any("resumed_from_step" in trial.telemetry for trial in record.trials)
     for trial in record.trials:
         steps = [row.step for row in trial.evaluations]
-        assert steps == sorted(set(steps)), "no evaluation twice"
+        assert steps == sorted(set(steps)), "no repeated evaluation"
         if (resumed_at := trial.attributes.get("resumed_at")) and trial.outcome == "complete":
             rungs = [*trial.attributes["rungs"]]
             assert trial.telemetry["resumed_from_step"] >= steps[rungs.index(str(resumed_at))]
 
 
-@pytest.mark.slow
-def test_a_job_that_comes_to_its_time_limit(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-    job = submit(tmp_path, postgres_url, "--sbatch", "signal=B:USR1@50", seconds=45)
-    check_requeued(come_to_the_time_limit, slurm, job, tmp_path)
-    check_went_on(slurm, postgres_url, job)
-
-
-def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-    """SIGTERM: the worker leaves in time and is not requeued; the next job goes on with its trial."""
+def test_next_job_continues_trial_of_cancelled_job(
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
+    """SIGTERM: the worker leaves in time and is not requeued."""
     job = submit(tmp_path, postgres_url, seconds=6)
     slurm.wait(lambda: bool(saved_steps(tmp_path)))
     slurm.run(f"scancel {job}")
@@ -131,12 +123,11 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     record = read(postgres_url)
     assert record.counts == {"open": 1, "running": 0, "done": 0}
     assert [trial.outcome for trial in record.trials] == ["preempted"]
-    check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url, seconds=6))
+    check_continued(slurm, postgres_url, submit(tmp_path, postgres_url, seconds=6))
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_code_of_ones_own_goes_with_the_job(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-    """As the study file does: what becomes of either after the submission changes nothing."""
+def test_job_has_copy_of_own_code(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
     write(tmp_path, n_trials=1)
     options = ("--slurm", "--storage", postgres_url, "--json")
     job = str(ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).json["job"])
@@ -146,10 +137,10 @@ def test_code_of_ones_own_goes_with_the_job(slurm: SlurmCluster, postgres_url: s
     assert trial.outcome == "complete", trial.reason
 
 
-def test_a_job_that_is_warned_while_the_database_is_away(
+def test_requeued_job_waits_for_database(
     slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
 ) -> None:
-    """It is requeued. The next job waits for the database and goes on with the trial."""
+    """The warning comes during an outage of the database. The next job continues the trial."""
     write_long_study(tmp_path, 0.1, n_trials=1, per_trial=4, max_seconds=6)
     script = tmp_path / "job.sh"
     with own_server.database() as url:
@@ -169,14 +160,12 @@ def test_a_job_that_is_warned_while_the_database_is_away(
             slurm.wait(lambda: slurm.states(job) == {job: "RUNNING"})
         finally:
             own_server.start()
-        check_went_on(slurm, url, job)
+        check_continued(slurm, url, job)
 
 
 @pytest.mark.slow
-def test_a_node_that_slurm_loses_with_its_job_alive(
-    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
-) -> None:
-    """The job is started again elsewhere, and two workers live: one of them has the trial."""
+def test_lost_node_with_live_job(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+    """Slurm starts the job again elsewhere. Only one of the two live workers has the trial."""
     job = submit(tmp_path, postgres_url, seconds=80)
     slurm.wait(lambda: bool(saved_steps(tmp_path)))
     lost = node_of(slurm, job)
@@ -189,19 +178,19 @@ def test_a_node_that_slurm_loses_with_its_job_alive(
     assert record.counts == {"open": 0, "running": 0, "done": 1}
     [trial] = record.trials
     assert (trial.outcome, len(trial.evaluations)) == ("complete", 4)
-    assert "resumed_from_step" not in trial.telemetry, "the first worker kept it"
+    assert "resumed_from_step" not in trial.telemetry, "the first worker kept the trial"
 
 
 @pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
 @pytest.mark.parametrize("runtime", ["apptainer", pytest.param("pyxis", marks=pytest.mark.slow)])
-def test_a_job_in_a_container_is_requeued_and_cancelled(
+def test_requeue_and_cancel_job_in_container(
     slurm: SlurmCluster,
     postgres_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     runtime: str,
 ) -> None:
-    """The worker has its signals, and asks Slurm for the requeue from inside."""
+    """The worker receives its signals, and asks Slurm for the requeue."""
     make_programs(tmp_path)
     monkeypatch.setenv("PATH", path_with(tmp_path))
     (tmp_path / "setup").write_text("set -u\nexport OMP_NUM_THREADS=1\n")
@@ -211,9 +200,8 @@ def test_a_job_in_a_container_is_requeued_and_cancelled(
     slurm.wait(lambda: bool(saved_steps(tmp_path)) or slurm.states(job) == {f"{job}_0": "FAILED"})
     slurm.run(f"scancel --signal=USR1 --batch {job}")
     slurm.wait(lambda: slurm.run(f"squeue --job={job} --noheader --format=%r").strip() == "BeginTime")
-    before = saved_steps(tmp_path)[-1:]
-    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "RUNNING"} and saved_steps(tmp_path)[-1:] > before)
+    wait_for_progress(slurm, job, tmp_path)
     slurm.run(f"scancel {job}")
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
     assert [trial.outcome for trial in read(postgres_url).trials] == ["preempted"]
-    check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url, *options))
+    check_continued(slurm, postgres_url, submit(tmp_path, postgres_url, *options))

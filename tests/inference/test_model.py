@@ -164,17 +164,6 @@ def test_order_and_batches_change_nothing(exported: Exported, model: TrainedMode
             assert alone[name].spans == one.spans
 
 
-def test_forward_takes_a_tokenizer_batch_and_keeps_gradients(model: TrainedModel) -> None:
-    batch = model.tokenizer(["Late again!", "Ann paid too much"], padding=True, return_tensors="pt")
-    output = model(**batch)
-    assert output["logits"] is output.logits is output[0]
-    assert output.logits["topic"].shape == (2, 3)
-    assert output.logits["places"].shape == (*batch["input_ids"].shape, 6)
-    torch.testing.assert_close(model(batch["input_ids"][1:]).logits["topic"], output.logits["topic"][1:])
-    output.logits["topic"].sum().backward()
-    assert model.network.heads[0][-1].weight.grad is not None
-
-
 def test_precision_is_the_trial_s_where_it_is_native(
     exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,4 +1,4 @@
-"""An encoder with one module that overflows in fp16: searched, trained and compared with fp32."""
+"""An encoder with an overflow in fp16: searched, trained and compared with fp32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Scale(nn.Module):
 
 
 def overflowing(*_: object, **__: object) -> PlantedEncoder:
-    """The sound encoder, whose first layer gives a million times its values, which are then divided."""
+    """Build the sound encoder with a first layer of a million times its values, divided again."""
     encoder = PlantedEncoder("sound")
     layer = encoder.layers[0]
     with torch.no_grad():

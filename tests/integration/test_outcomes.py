@@ -116,7 +116,7 @@ def test_incompatible(tmp_path: Path) -> None:
 def test_checkpoint_keeps_the_count_of_nonfinite_steps(
     executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check_every: int
 ) -> None:
-    """A CPU checks every step, a GPU every 20th; a checkpoint must not lose what was counted since."""
+    """A CPU checks every step, a GPU every 20th; a checkpoint must not lose the count."""
     norms = itertools.chain([1.0], itertools.repeat(math.inf, 3), itertools.repeat(1.0))
     monkeypatch.setitem(loop.CHECK_EVERY, "cpu", check_every)
     monkeypatch.setattr(loop, "gradient_norm", lambda *_: torch.tensor(next(norms)))

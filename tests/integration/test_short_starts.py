@@ -1,4 +1,4 @@
-"""Trials that pause at rungs, with real training."""
+"""Pauses at rungs, with real training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(folder: Path, **changes: Any) -> StudyRecord:
 
 @pytest.fixture(scope="module")
 def paused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the study whose trials pause, run on one machine."""
+    """The folder of a study with pauses, run on one machine."""
     folder = tmp_path_factory.mktemp("paused")
     run(folder, pruner=PROMOTE)
     return folder

@@ -55,17 +55,6 @@ def outcomes(study: optuna.Study) -> Counter[str]:
     return Counter(trial.user_attrs["outcome"] for trial in study.trials)
 
 
-def test_status(folder: Path, study: optuna.Study) -> None:
-    text = ok(hpo_command(folder, "status", "tiny.yaml", width=60)).out
-    assert f"{N_TRIALS} of {N_TRIALS} trials ended" in text
-    rows = dict(re.findall(r"^ +([a-z]+) +(\d+) *$", text, re.MULTILINE))
-    assert {name: int(count) for name, count in rows.items()} == outcomes(study)
-    assert not UNKNOWN.search(text)
-    found = ok(hpo_command(folder, "status", "tiny.yaml", "--json")).json
-    assert found["states"] == Counter(trial.state.name for trial in study.trials)
-    assert found["best"][0]["values"] == {"score": study.best_value}
-
-
 def test_exported_model_has_the_shown_scores(folder: Path) -> None:
     options = ("--evaluate", "test", "--export", "model", "--json")
     shown = ok(hpo_command(folder, "best", "tiny.yaml", *options)).json["evaluation"]["metrics"]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
 from support.resumed_trials import check_resume_is_exact
 from support.several_sources import write_sources
 from support.tiny import tiny_executor, write_study
-
-from hpo.training import loop
 
 SAMPLED = {"sampling_temperature": 3.0, "sampling_weight.mail": 2.0}
 TRAINING = {"batch_size": 8, "max_length": 32, "dropout": 0.0, "fp_precision": "fp32"}
@@ -34,31 +31,9 @@ def test_trial_on_sampled_sources_resumes_exactly(tmp_path: Path) -> None:
     assert resumed.telemetry["drawn_share"] == {"news": 14 / 36, "mail": 22 / 36}
 
 
-@pytest.mark.parametrize("num_steps", [3, 10, 13])
-def test_training_draws_the_recorded_shares(
-    num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[str] = []
-    collate = loop.collate
-
-    def recorded(split: Any, windows: Any, *rest: Any) -> Any:
-        drawn.extend(split.examples[split.window_example_W[window]].id for window in windows)
-        return collate(split, windows, *rest)
-
-    monkeypatch.setattr(loop, "collate", recorded)
-    training = {**TRAINING, "max_steps": num_steps}
-    executor = tiny_executor(tmp_path, data=write_sources(tmp_path), training=training)
-    result = executor.run(SAMPLED, None, "trial")
-    counts = {name: sum(one.startswith(name) for one in drawn) for name in ("news", "mail")}
-    total = sum(counts.values())
-    assert result.telemetry["drawn_share"] == {name: num / total for name, num in counts.items()}
-    if num_steps == 10:
-        assert counts == {"news": 28, "mail": 44}, "two epochs of 36"
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a study on two sources that was killed in its first trial and then run to its end."""
+    """A folder with a study on two sources, killed in its first trial and resumed to its end."""
     folder = tmp_path_factory.mktemp("sources")
     write(folder, every_seconds=0.05)
     process = start_hpo(folder, "run", "tiny.yaml")

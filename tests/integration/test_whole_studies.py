@@ -23,7 +23,7 @@ TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "
 
 
 def kept(folder: Path) -> list[int]:
-    """Numbers of the trials that have checkpoints."""
+    """Numbers of the trials with checkpoints."""
     return sorted(
         int(path.name.removeprefix("trial-")) for path in folder.glob("runs/*/checkpoints-*/trial-*")
     )
@@ -124,7 +124,7 @@ def test_remaining_trials_for_another_device(tmp_path: Path, monkeypatch: pytest
         return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
 
     write_study(tmp_path)
-    monkeypatch.setattr("hpo.study.running.worker.run_study", others_are_left)
+    monkeypatch.setattr("hpo.api.study.run_study", others_are_left)
     for command in ("run", "worker"):
         text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
         assert "The trials that are left need a device with fp16 or tf32: 0 of 2 trials ended." in text

@@ -113,20 +113,6 @@ def test_large_scores_do_not_overflow_in_fp16(drawn: list[Tensor]) -> None:
     assert output.isfinite().all()
 
 
-def test_use_training_attention_runs_the_kernel_without_dropout(
-    drawn: list[Tensor], kernel_calls: list[float]
-) -> None:
-    model = make_model("minilm").eval()
-    ids_BL, mask_BL = make_batch((9, 5))
-    plain = model(ids_BL, mask_BL)["spans"]
-    assert not kernel_calls
-    with use_training_attention():
-        by_kernel = model(ids_BL, mask_BL)["spans"]
-    assert (kernel_calls, drawn) == ([0.0] * 6, [])
-    real_BL = mask_BL.bool()
-    torch.testing.assert_close(by_kernel[real_BL], plain[real_BL], rtol=1e-4, atol=1e-5)
-
-
 def test_precision_check_runs_the_training_kernel(tmp_path: Path, kernel_calls: list[float]) -> None:
     executor = tiny_executor(tmp_path, training={"max_steps": 1, "attention_dropout": 0.1, "max_length": 32})
     assert check_precision(executor, "bf16", repeats=1).verdict == "ok"

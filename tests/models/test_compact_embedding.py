@@ -9,8 +9,7 @@ from support.tiny_encoders import family_model
 from torch import nn
 
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
-from hpo.models.encoder import load_encoder
-from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.models.multitask import MultitaskModel
 from hpo.tasks.kind import Task
 from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.training.schedule import schedule_factor, set_learning_rate
@@ -74,25 +73,9 @@ def test_result_equals_training_of_the_whole_table(family: str, optimizer: str) 
     torch.testing.assert_close(restored.state_dict()[embedding], ours[embedding])
 
 
-def test_every_row_may_be_used() -> None:
-    model = model_of()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    compact_vocabulary(model, "adamw", np.arange(model.encoder.get_input_embeddings().num_embeddings))
-    model.load_state_dict(before)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
 def test_unused_id_raises() -> None:
     with pytest.raises(IndexError):
         compacted()(torch.tensor([[8]]), torch.ones(1, 1, dtype=torch.int64))
-
-
-def test_encoder_without_one_table_is_left_alone() -> None:
-    config = {"model_type": "canine", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = MultitaskModel(load_encoder(config, attention="eager"), TASKS, HeadSettings())
-    names = set(model.state_dict())
-    compact_vocabulary(model, "adamw", USED)
-    assert set(model.state_dict()) == names
 
 
 def tie(model: Any) -> None:

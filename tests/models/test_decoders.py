@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.command_line import hpo_command, ok
 from support.every_kind import WINDOWS, write_every_kind
-from support.jsonl_sets import write_set
 from support.resumed_trials import check_resume_is_exact
-from support.tiny import CPU, TinyEncoder, write_study
+from support.tiny import CPU, TinyEncoder
 from support.tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -22,10 +20,14 @@ from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import ModelError
-from hpo.models.encoder import is_causal, load_encoder, load_tokenizer
-from hpo.models.multitask import pool_last
+from hpo.inference.model import TrainedModel
+from hpo.models.build import build_model
+from hpo.models.encoder import check_token_ids, is_causal, load_encoder, load_tokenizer
+from hpo.models.export import ExportSettings
+from hpo.models.multitask import HeadSettings, pool_last
 from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
+from hpo.tasks.tokenized_split import Windowing
 from hpo.trial.executor import Executor
 
 IDS_L = torch.arange(1, 13)
@@ -103,55 +105,34 @@ def test_tied_checkpoint_in_16_bits_loads_in_fp32(tmp_path: Path, name: str, dty
     assert {buffer.dtype for buffer in encoder.buffers() if buffer.is_floating_point()} == {torch.float32}
 
 
-def save_bare_decoder(folder: Path) -> Path:
-    """Save a checkpoint whose tokenizer has no special token, so no padding either."""
-    words = ["late", "again", "fine", "the", "parcel", "?"]
-    tokenizer = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    settings = {key: value for key, value in DECODERS["llama"].items() if key != "model_type"}
-    none = {"vocab_size": len(words), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    torch.manual_seed(0)
-    AutoModel.from_config(AutoConfig.for_model("llama", **settings | none)).save_pretrained(folder)
-    return folder
-
-
-def mood_rows(split: str, size: int) -> list[dict[str, Any]]:
-    """Return rows of different lengths, so that batches are padded."""
-    pairs = (("the parcel again late", "bad"), ("fine", "good"), ("late", "bad"), ("the parcel fine", "good"))
-    return [
-        {"id": f"{split}-{n}", "text": text, "labels": {"mood": mood}}
-        for n, (text, mood) in enumerate(pairs[n % 4] for n in range(size))
-    ]
-
-
-def test_decoder_without_special_tokens_trains_predicts_and_exports(tmp_path: Path) -> None:
+def test_decoder_without_special_tokens_predicts_and_exports(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="onnxscript is not installed")
-    task = {"mood": {"kind": "single_label", "classes": ["bad", "good"]}}
-    write_set(tmp_path / "rows", task, train=mood_rows("t", 32), validation=mood_rows("v", 8))
-    training = {"max_steps": 40, "batch_size": 8, "pooling": "last", "learning_rate": 3e-3, "max_length": 16}
-    path = write_study(
-        tmp_path,
-        data={"source": "jsonl", "path": "rows"},
-        model={"encoder": str(save_bare_decoder(tmp_path / "decoder"))},
-        training=training,
-        search_space={},
-        n_trials=1,
-    )
-    ok(hpo_command(tmp_path, "run", path.name))
-    ok(hpo_command(tmp_path, "best", path.name, "--export", "model"))
-    model = hpo.load(tmp_path / "model", device="cpu", precision="fp32")
+    words = ["late", "again", "fine", "the", "parcel", "?"]
+    vocabulary = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="?"))
+    vocabulary.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary)
+    none = {"vocab_size": len(words), "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    settings = {key: value for key, value in DECODERS["llama"].items() if key != "model_type"} | none
+    torch.manual_seed(0)
+    encoder = AutoModel.from_config(AutoConfig.for_model("llama", **settings))
+    encoder.save_pretrained(tmp_path / "decoder")
+    tokenizer.save_pretrained(tmp_path / "decoder")
+    encoder = load_encoder(str(tmp_path / "decoder"))
+    check_token_ids(encoder, load_tokenizer(str(tmp_path / "decoder")))
+    network = build_model(encoder, (LABEL,), HeadSettings(pooling="last"), max_length=16).eval()
+    export = ExportSettings(windowing=Windowing(16), attention="sdpa", precision="fp32")
+    model = TrainedModel(network, tokenizer, export)
     assert model.tokenizer.pad_token is None
     onnx = hpo.load(export_onnx(model, tmp_path / "onnx"), device="cpu")
-    texts = [str(row["text"]) for row in mood_rows("x", 7)]
+    texts = ["the parcel again late", "fine", "late", "the parcel fine"]
     together, alone, by_onnx = (
-        [one["mood"].scores["bad"] for one in predictions]
+        [list(one[LABEL.name].scores.values()) for one in predictions]
         for predictions in (
             model.predict(texts),
             [model.predict([text])[0] for text in texts],
             onnx.predict(texts),
         )
     )
-    assert together == pytest.approx(alone, abs=1e-5)
-    assert together == pytest.approx(by_onnx, abs=1e-5)
-    assert [score > 0.5 for score in together] == [n % 2 == 0 for n in range(7)]
+    for ours, single, graph in zip(together, alone, by_onnx, strict=True):
+        assert ours == pytest.approx(single, abs=1e-5)
+        assert ours == pytest.approx(graph, abs=1e-5)

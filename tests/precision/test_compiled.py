@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED, tiny_batch, tiny_model, tiny_objective
-from test_effective import (
+from support.observed_products import (
     Compute,
     Library,
     Round,
@@ -26,6 +25,7 @@ from test_effective import (
     wide_in_evaluation,
     wide_in_training,
 )
+from support.tiny import CPU, EMULATED, tiny_batch, tiny_model, tiny_objective
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -8,68 +8,34 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED, TinyEncoder, tiny_batch, tiny_model
+from support.observed_products import (
+    Compute,
+    Library,
+    Round,
+    WithOwn,
+    as_dtype,
+    observed,
+    plain,
+    products,
+    rounded_first,
+    to_float8,
+    to_tf32,
+    unrounded,
+    wide_in_evaluation,
+    wide_in_training,
+)
+from support.tiny import EMULATED, tiny_batch, tiny_model
 from support.tiny_encoders import BERT, FAMILIES, TASKS, make_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
 
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import HeadSettings, MultitaskModel
-from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.effective import Observation, observe, observe_model
+from hpo.precision.amp import backend_flags, prepare_model
+from hpo.precision.effective import Observation
 from hpo.precision.table import PRECISIONS
-
-Round = Callable[[Tensor], Tensor]
-Compute = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-def unrounded(values: Tensor) -> Tensor:
-    return values
-
-
-def to_tf32(values: Tensor) -> Tensor:
-    """Round to nearest, with 10 bits of fraction."""
-    return ((values.view(torch.int32) + 2**12) & ~(2**13 - 1)).view(torch.float32)
-
-
-def to_float8(dtype: torch.dtype) -> Round:
-    """Scale the largest value to the format's largest, like torchao."""
-
-    def rounded(values: Tensor) -> Tensor:
-        scale = torch.finfo(dtype).max / values.abs().max()
-        return (values * scale).to(dtype).float() / scale
-
-    return rounded
-
-
-def as_dtype(dtype: torch.dtype) -> Round:
-    return lambda values: values.to(dtype).float()
-
-
-class Library(TorchDispatchMode):
-    """A backend with rounded inputs of products of at least so many rows."""
-
-    def __init__(self, rounding: Round, least_rows: int = 0) -> None:
-        super().__init__()
-        self.rounding, self.least_rows = rounding, least_rows
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        at = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1)}.get(func._schema.name)
-        if at and len(args[at[0]]) >= self.least_rows:
-            args = list(args)
-            for i in at:
-                args[i] = self.rounding(args[i].float()).to(args[i].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def products(module: nn.Module, *inputs: Any) -> dict[str, set[str]]:
-    with observe(module) as seen:
-        module(*inputs)
-    return dict(seen.products)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +188,6 @@ class Refusing(Library):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def observed(name: str, model: nn.Module, *inputs: Tensor) -> Observation:
-    precision = PRECISIONS[name]
-    with backend_flags(precision, EMULATED):
-        prepare_model(model, precision)
-        amp = MixedPrecision(precision, EMULATED, CPU)
-        return observe_model(model, amp, lambda model: model(*inputs))
-
-
 def test_unmeasured_products_are_unverified() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     with Refusing(model[0].weight):
@@ -269,55 +227,6 @@ def test_tf32_must_be_used_by_a_product(
     assert agreement.agrees is agrees
     assert re.search(reason, agreement.reason)
     assert seen.agreement(precision) == (False, "TF32 is off.") or agrees is False
-
-
-class Own(nn.Module):
-    """A layer with its own code."""
-
-    def __init__(self, compute: Compute) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
-        self.compute = compute
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return nn.functional.dropout(self.compute(self, hidden, self.weight), 0.1, self.training)
-
-
-def plain(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(hidden, weight)
-
-
-def cast_back(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Compute in fp32 and return bf16."""
-    with torch.autocast("cpu", enabled=False):
-        return F.linear(hidden.float(), weight.float()).to(torch.bfloat16)
-
-
-def wide_in_training(module: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    return cast_back(module, hidden, weight) if module.training else F.linear(hidden, weight)
-
-
-def wide_in_evaluation(module: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(hidden, weight) if module.training else cast_back(module, hidden, weight)
-
-
-def rounded_first(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(hidden.bfloat16().float(), weight.bfloat16().float())
-
-
-def rounded_in_training(module: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    return rounded_first(module, hidden, weight) if module.training else F.linear(hidden, weight)
-
-
-class WithOwn(TinyEncoder):
-    def __init__(self, compute: Compute) -> None:
-        super().__init__()
-        self.own = Own(compute)
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:  # type: ignore[override]
-        hidden = torch.tanh(self.dense(self.embedding(input_ids)))
-        return BaseModelOutput(self.norm(self.own(hidden).flatten(0, 1)).unflatten(0, hidden.shape[:2]))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel
 
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.precision.amp import prepare_model
 from hpo.precision.effective import observe
 from hpo.precision.float8 import float8_facts

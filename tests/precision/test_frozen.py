@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_effective import products
+from support.observed_products import products
 from torch import Tensor, nn
 
 from hpo.precision.amp import prepare_model

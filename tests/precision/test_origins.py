@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_effective import observed, products
+from support.observed_products import observed, products
 from torch import Tensor, nn
 from torch.nn import functional as F
 

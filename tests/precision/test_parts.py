@@ -1,4 +1,4 @@
-"""Modules that compute in fp32 inside autocast."""
+"""Parts of a model in fp32 under autocast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
 
 class Stubborn(nn.Linear):
-    """A layer that turns autocast on by itself."""
+    """A layer with its own autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Precision as a value: names, what devices support, and what a trial gets."""
+"""Names, support and resolution of precisions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpo.device import DeviceInfo
-from hpo.errors import InputError, Unsupported
+from hpo.errors import Failed, InputError, Unsupported
 from hpo.precision.table import (
     PRECISION_NAMES,
     AmpConfig,
@@ -26,16 +26,18 @@ def cpu(*features: str) -> DeviceInfo:
     return DeviceInfo(type="cpu", name="Test CPU", cpu_features=frozenset(features))
 
 
-def gpu(major: int, minor: int, *, bf16: bool | None = None) -> DeviceInfo:
-    return DeviceInfo(type="cuda", name="Test GPU", compute_capability=(major, minor), cuda_bf16=bf16)
-
-
-P100, V100, T4, A100, ADA, H200 = gpu(6, 0), gpu(7, 0), gpu(7, 5), gpu(8, 0), gpu(8, 9), gpu(9, 0)
-UNKNOWN_GPU = DeviceInfo(type="cuda", name="Test GPU")
+def gpu(*capability: int, **facts: object) -> DeviceInfo:
+    known = DeviceInfo(type="cuda", name="Test GPU", compute_capability=capability or None)  # type: ignore
+    return replace(known, **facts)  # type: ignore[arg-type]
 
 
 def amd_gpu(gcn_arch: str) -> DeviceInfo:
-    return DeviceInfo(type="cuda", name="AMD Test GPU", gcn_arch=gcn_arch)
+    # PyTorch reports the compute capability (9, 0) for gfx90a, and bf16 for every AMD GPU.
+    return gpu(9, 0, gcn_arch=gcn_arch, cuda_bf16=True)
+
+
+P100, T4, A100, H200, UNKNOWN_GPU = gpu(6, 0), gpu(7, 5), gpu(8, 0), gpu(9, 0), gpu()
+OLD_CPU, AMX = cpu("avx2"), cpu("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16")
 
 
 def test_names() -> None:
@@ -46,127 +48,64 @@ def test_names() -> None:
         canonical_precision("bf61")
 
 
-OLD_CPU, AMX = cpu("avx2"), cpu("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16")
-
-
-DEVICES = {
-    "old CPU": OLD_CPU,
-    "AVX-512": cpu("avx2", "avx512"),
-    "AVX512-BF16": cpu("avx512", "avx512_bf16"),
-    "AVX512-FP16": cpu("avx512", "avx512_fp16"),
-    "AMX": AMX,
-    "AMX-FP16": cpu("amx_bf16", "amx_fp16"),
-    "Arm with bf16": cpu("arm_bf16"),
-    "Arm with fp16": cpu("arm_fp16"),
-    "P100": P100,
-    "V100": V100,
-    "T4": T4,
-    "A100": A100,
-    "Ada": ADA,
-    "H200": H200,
-    "H200 without packages": replace(H200, has_torchao=False, has_bitsandbytes=False),
-    "unknown GPU": UNKNOWN_GPU,
-}
-LEVELS = {  # n: native, e: emulated, u: unsupported; in the order of DEVICES
-    "fp32": "nnnnnnnnnnnnnnnn",
-    "tf32": "uuuuuuuuuuunnnnu",
-    "bf16": "eenennneeeennnne",
-    "bf16-true": "eenennneeeennnne",
-    "fp16": "eeennnenennnnnne",
-    "fp8": "uuuuuuuuuuuunnuu",
-}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", PRECISION_NAMES)
-def test_support_by_device(name: str, device: str) -> None:
-    found = support(name, DEVICES[device])
-    assert found.level[0] == dict(zip(DEVICES, LEVELS[name], strict=True))[device]
-    assert bool(found.reason) == (found.level != "native")
-
-
-def test_probe_of_bf16_overrides_the_compute_capability() -> None:
-    assert support("bf16", gpu(9, 0, bf16=False)).level == "emulated"
-    assert support("bf16", gpu(7, 5, bf16=True)).level == "native"
+@pytest.mark.parametrize(
+    ("device", "levels"),  # fp32, tf32, bf16, fp16, bf16-true, fp8: native, emulated or unsupported
+    [
+        (OLD_CPU, "nueeeu"),
+        (cpu("avx2", "avx512"), "nueeeu"),
+        (cpu("avx512", "avx512_bf16"), "nunenu"),
+        (cpu("avx512", "avx512_fp16"), "nueneu"),
+        (AMX, "nunnnu"),
+        (cpu("amx_bf16", "amx_fp16"), "nunnnu"),
+        (cpu("arm_bf16"), "nunenu"),
+        (cpu("arm_fp16"), "nueneu"),
+        (P100, "nueeeu"),
+        (gpu(7, 0), "nueneu"),
+        (T4, "nueneu"),
+        (A100, "nnnnnu"),
+        (gpu(8, 9), "nnnnnn"),
+        (H200, "nnnnnn"),
+        (replace(H200, has_torchao=False), "nnnnnu"),
+        (replace(H200, cuda_bf16=False), "nnenen"),
+        (replace(T4, cuda_bf16=True), "nunnnu"),
+        (UNKNOWN_GPU, "nueeeu"),
+        (amd_gpu("gfx908:sramecc+:xnack-"), "nunnnu"),  # MI100
+        (amd_gpu("gfx90a:sramecc+:xnack-"), "nunnnu"),  # MI250X
+        (amd_gpu("gfx1201"), "nunnnu"),  # RX 9070
+        (amd_gpu("gfx906:sramecc+:xnack-"), "nueeeu"),  # MI50: no matrix instructions
+        (amd_gpu("unknown"), "nueeeu"),
+    ],
+)
+def test_support_by_device(device: DeviceInfo, levels: str) -> None:
+    supports = [support(name, device) for name in PRECISION_NAMES]
+    assert "".join(one.level[0] for one in supports) == levels
+    assert [bool(one.reason) for one in supports] == [one.level != "native" for one in supports]
+    best = apply_preset(AmpConfig(), device)[1]
+    assert best == ("bf16" if levels[2] == "n" else "fp16" if levels[3] == "n" else best)
+    assert support(best, device).level == "native"
 
 
 @pytest.mark.parametrize(
     ("name", "device", "reason"),
     [
         ("bf16", T4, "`bf16` needs compute capability >= 8.0, but this Test GPU has 7.5."),
-        (
-            "bf16",
-            UNKNOWN_GPU,
-            "`bf16` needs compute capability >= 8.0, but this Test GPU does not report its own.",
-        ),
-        (
-            "fp16",
-            amd_gpu("gfx1030"),
-            "`fp16` needs an AMD GPU with matrix instructions for it, and gfx1030 (AMD Test GPU) is not",
-        ),
+        ("bf16", UNKNOWN_GPU, "`bf16` needs compute capability >= 8.0, but this Test GPU does not"),
+        ("fp16", OLD_CPU, "`fp16` needs a CPU with AVX512-FP16, which this Test CPU lacks."),
+        ("tf32", OLD_CPU, "`tf32` needs CUDA with compute capability >= 8.0, but this is a CPU (Test CPU)."),
+        ("fp16", amd_gpu("gfx1030"), "`fp16` needs an AMD GPU with matrix instructions for it, and gfx1030"),
         ("fp8", amd_gpu("gfx942"), "`fp8` is not supported on AMD GPUs: nobody has checked it on one."),
+        ("fp8", replace(H200, has_torchao=False), "`fp8` needs the package torchao."),
     ],
-)
+)  # fmt: skip
 def test_reason_for_missing_support(name: str, device: DeviceInfo, reason: str) -> None:
-    assert support(name, device).reason.startswith(reason)
-    with pytest.raises(Unsupported) as raised:
-        resolve(name, device, AmpConfig(on_unsupported="prune"))
-    assert str(raised.value).startswith(reason)
-    if device is T4:
-        assert str(raised.value).endswith("Use fp16, or set amp.allow_emulated: true to run it emulated.")
-
-
-@pytest.mark.parametrize(
-    ("gcn_arch", "half"),
-    [
-        ("gfx908:sramecc+:xnack-", "native"),  # MI100
-        ("gfx90a:sramecc+:xnack-", "native"),  # MI250X
-        ("gfx1201", "native"),  # RX 9070
-        ("gfx906:sramecc+:xnack-", "emulated"),  # MI50: no matrix instructions
-        ("gfx1030", "emulated"),  # RX 6900 XT: no matrix instructions
-        ("unknown", "emulated"),
-    ],
-)
-def test_support_by_architecture_of_an_amd_gpu(gcn_arch: str, half: str) -> None:
-    # PyTorch reports compute capability (9, 0) for gfx90a and says that every AMD GPU has bf16.
-    device = replace(amd_gpu(gcn_arch), compute_capability=(9, 0), cuda_bf16=True)
-    levels = {name: support(name, device).level for name in PRECISION_NAMES}
-    assert levels == dict.fromkeys(("bf16", "fp16", "bf16-true"), half) | {
-        "fp32": "native",
-        "tf32": "unsupported",
-        "fp8": "unsupported",
-    }
-    reasons = left_out(PRECISION_NAMES, device, AmpConfig())
-    assert all("compute capability" not in reason for reason in reasons.values())
-    assert apply_preset(AmpConfig(), device)[1] == ("bf16" if half == "native" else "fp32")
-
-
-@pytest.mark.parametrize("given", [{"preset": "ultra"}, {"tf32": True}])
-def test_amd_gpu_refuses_tf32(given: dict[str, object]) -> None:
-    config = AmpConfig.model_validate(given)
-    with pytest.raises(InputError, match=r"amp\.tf32 must be false on the AMD GPU .* Set `amp\.tf32: false`"):
-        apply_preset(config, amd_gpu("gfx942"))
-    assert apply_preset(config.model_copy(update={"tf32": False}), amd_gpu("gfx942"))[0].tf32 is False
-
-
-@pytest.mark.parametrize("device", [H200, AMX], ids=["GPU", "CPU"])
-def test_nf4_needs_bitsandbytes(device: DeviceInfo) -> None:
-    assert base_lacks("nf4", device) == ""
-    without = replace(device, has_bitsandbytes=False)
-    assert [base_lacks(name, without) for name in ("fp32", "bf16", "int8")] == ["", "", ""]
-    assert "needs the package bitsandbytes" in base_lacks("nf4", without)
-
-
-def test_choices_of_a_device() -> None:
-    device = replace(T4, has_bitsandbytes=False)
-    searched = {"fp_precision": ("fp32", "bf16"), "base_precision": ("fp32", "nf4"), "optimizer": ("adamw",)}
-    assert list(lacking_choices(searched, device, AmpConfig())) == ["bf16", "base_precision=nf4"]
-    allowed = AmpConfig(allow_emulated=True)
-    assert list(left_out(PRECISION_NAMES, T4, allowed)) == ["tf32", "fp8"]
-    assert resolve("bf16", OLD_CPU, allowed).support == "emulated"
-    drawn = {"fp_precision": "bf16", "base_precision": "nf4", "optimizer": "adamw"}
-    assert named_choices(drawn) == ["bf16", "base_precision=nf4"]
-    assert named_choices({"optimizer": "adamw"}) == []
+    assert left_out([name], device, AmpConfig())[name].startswith(reason)
+    for policy, end in (("prune", Unsupported), ("skip", Unsupported), ("fail", Failed)):
+        with pytest.raises(end) as raised:
+            resolve(name, device, AmpConfig.model_validate({"on_unsupported": policy}))
+        assert str(raised.value).startswith(reason)
+        assert ("amp.allow_emulated: true" in str(raised.value)) == (
+            support(name, device).level == "emulated"
+        )
 
 
 @pytest.mark.parametrize(
@@ -174,17 +113,24 @@ def test_choices_of_a_device() -> None:
     [("bf16", T4, "fp16"), ("bf16", OLD_CPU, "fp32"), ("fp8", A100, "bf16"), ("tf32", T4, "fp32")],
 )
 def test_fallback_to_a_supported_precision(requested: str, device: DeviceInfo, effective: str) -> None:
-    resolution = resolve(requested, device, AmpConfig(on_unsupported="fallback"))
+    config = AmpConfig(on_unsupported="fallback")
+    resolution = resolve(requested, device, config)
     assert (resolution.requested, resolution.effective) == (requested, effective)
     assert f"Ran {effective} instead" in resolution.reason
-    assert resolve(effective, device, AmpConfig(on_unsupported="fallback")).reason == ""
+    assert resolve(effective, device, config).reason == ""
 
 
-@pytest.mark.parametrize(
-    ("device", "name"), [(H200, "bf16"), (T4, "fp16"), (P100, "fp32"), (OLD_CPU, "fp32"), (AMX, "bf16")]
-)
-def test_auto_preset(device: DeviceInfo, name: str) -> None:
-    assert apply_preset(AmpConfig(), device)[1] == name
+def test_choices_of_a_device() -> None:
+    device, allowed = replace(T4, has_bitsandbytes=False), AmpConfig(allow_emulated=True)
+    searched = {"fp_precision": ("fp32", "bf16"), "base_precision": ("fp32", "nf4"), "optimizer": ("adamw",)}
+    assert list(lacking_choices(searched, device, AmpConfig())) == ["bf16", "base_precision=nf4"]
+    assert list(left_out(PRECISION_NAMES, T4, allowed)) == ["tf32", "fp8"]
+    assert resolve("bf16", OLD_CPU, allowed).support == "emulated"
+    assert "needs the package bitsandbytes" in base_lacks("nf4", device)
+    assert [base_lacks(name, device) for name in ("fp32", "bf16", "int8")] == ["", "", ""]
+    assert base_lacks("nf4", T4) == ""
+    drawn = {"fp_precision": "bf16", "base_precision": "nf4", "optimizer": "adamw"}
+    assert named_choices(drawn) == ["bf16", "base_precision=nf4"]
 
 
 @pytest.mark.parametrize(
@@ -193,9 +139,17 @@ def test_auto_preset(device: DeviceInfo, name: str) -> None:
 )
 def test_presets(preset: str, precision: str, tf32: bool, fallback: bool) -> None:
     config, name = apply_preset(AmpConfig.model_validate({"preset": preset}), OLD_CPU)
-    changed = AmpConfig.model_validate({"preset": preset, "tf32": not tf32, "track_stats": False})
-    assert apply_preset(changed, OLD_CPU)[0].tf32 is not tf32
-    assert apply_preset(changed, OLD_CPU)[0].track_stats is False
     assert (name, config.tf32, config.fallback_to_fp32) == (precision, tf32, fallback)
     assert config.cudnn_benchmark == config.track_stats == (preset != "basic")
     assert config.max_fp32_fallbacks == 3
+    changed = AmpConfig.model_validate({"preset": preset, "tf32": not tf32, "track_stats": False})
+    assert apply_preset(changed, OLD_CPU)[0].tf32 is not tf32
+    assert apply_preset(changed, OLD_CPU)[0].track_stats is False
+
+
+@pytest.mark.parametrize("settings", [{"preset": "ultra"}, {"tf32": True}])
+def test_amd_gpu_refuses_tf32(settings: dict[str, object]) -> None:
+    config = AmpConfig.model_validate(settings)
+    with pytest.raises(InputError, match=r"amp\.tf32 must be false on the AMD GPU .* Set `amp\.tf32: false`"):
+        apply_preset(config, amd_gpu("gfx942"))
+    assert apply_preset(config.model_copy(update={"tf32": False}), amd_gpu("gfx942"))[0].tf32 is False

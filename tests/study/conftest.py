@@ -1,4 +1,4 @@
-"""Databases with their tables for the tests of studies: to make them takes longer than most of the tests."""
+"""Databases with their tables for the tests of studies; their creation is slower than most tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SQL = (
     *("test_leases", "test_lifecycle", "test_overview", "test_promotion"),
     *("test_reader", "test_storage", "test_workers"),
 )
-"""The tests of queries, which are tried with each kind of database; the others with SQLite."""
+"""Tests of queries: they use each kind of database, and the others use SQLite."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -35,7 +35,7 @@ def sqlite_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def postgres_template(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The name of a PostgreSQL database."""
+    """Name of a PostgreSQL database."""
     with request.getfixturevalue("postgres_server").database() as url:
         open_storage(url).close()
         yield url.rpartition("/")[2]
@@ -43,7 +43,7 @@ def postgres_template(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def storage(database_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    """An open database of each kind, or of SQLite."""
+    """An open database."""
     if database_kind == "sqlite":
         file = shutil.copy(request.getfixturevalue("sqlite_file"), tmp_path / "hpo.db")
         with open_storage(f"sqlite:///{file}") as opened:

@@ -21,13 +21,14 @@ from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.errors import InputError
 from hpo.precision.table import AmpConfig, left_out
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.open_study import check_precisions
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study

@@ -10,10 +10,9 @@ _CHUNK = 65536
 
 
 class Proxy:
-    """Passes what it hears on 127.0.0.1:`port` to `target`, a port too; a context manager.
+    """A context manager that forwards 127.0.0.1:`port` to the port `target`.
 
-    While it is `silent`, nothing passes and nobody is told. A connection that lived through that stays
-    half-open: it is never served nor closed, also when the network is whole again.
+    In silence, nothing passes and no side is told. Connections from before stay half-open for ever.
     """
 
     def __init__(self, target: int) -> None:

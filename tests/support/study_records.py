@@ -11,7 +11,8 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from hpo.report.tables import StudyTables
-from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord
+from hpo.study.reading.study_record import StudyRecord, TrialRecord
+from hpo.study.store.schema import EvaluationRow
 
 DEVICE = {"type": "cpu", "name": "Example CPU", "cpu_features": ["amx_bf16"], "num_threads": 2}
 DEVICE |= {"host": "node1", "shared": False, "torch": "2.13.0", "transformers": "5.23.0"}

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hpo.config.evaluation_config import EvaluationConfig
+from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
@@ -101,3 +101,8 @@ def accumulate(
     """The loss of the tiny batch, whose gradients the model has."""
     learner = Learner(model, loss_fn or tiny_objective(), amp)
     return accumulate_gradients(learner, tiny_batch(), seed, TrainState(micro_batch_size=micro_batch_size))
+
+
+def parameter_group(*parameters: nn.Parameter, lr: float = 0.1, weight_decay: float = 0.0) -> dict[str, Any]:
+    rates = {"lr": lr, "initial_lr": lr, "weight_decay": weight_decay}
+    return {"name": "g", "params": list(parameters), **rates}

@@ -1,4 +1,4 @@
-"""A study that has all that a database may hold of one, and what a database holds of a study."""
+"""A study with rows in all tables, and the content of a database about a study."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.worker_process import begin, evaluate, result, study
 
 
 def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
-    """The study `tiny` with a trial in each state, and of all that a trial may hold."""
+    """Return the study `tiny` with a trial in each state and all kinds of values."""
     config = study(n_trials, objective={"metric": "score", "direction": "minimize"})
     opened = create_or_resume_study(storage, config)
     opened.set_user_attr("note", {"text": "Grüße \0 ☃", "list": [1, None, 0.1]})
@@ -68,7 +68,7 @@ def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
 
 
 def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
-    """All that the database has of a study, without the ids of rows."""
+    """Return the content of the database about a study, without ids of rows."""
     opened = optuna.load_study(study_name=name, storage=storage.optuna._backend)  # without its cache
     trials = [
         {
@@ -95,7 +95,7 @@ def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
 
 
 def num_rows(storage: Storage) -> dict[str, int]:
-    """Of all tables, Optuna's and ours, but the versions."""
+    """Count the rows of all tables, Optuna's and ours, without the versions."""
     tables = [*optuna_internals.tables, *schema.metadata.sorted_tables]
     with storage.engine.connect() as connection:
         counts = {

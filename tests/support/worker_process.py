@@ -1,4 +1,4 @@
-"""Worker processes for the tests: a study without training, and places where a worker can be killed."""
+"""Worker processes for the tests: a study without training, and points where a worker can be killed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from hpo.study.claims import lease as lease_module
 from hpo.study.claims import leases
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import RunTrial, WorkerOptions, run_worker
 from hpo.study.store.optuna_internals import OwnTrials
-from hpo.study.store.schema import claims, workers
+from hpo.study.store.schema import EvaluationRow, claims, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -55,7 +54,7 @@ def study(n_trials: int = 8, **changes: Any) -> StudyConfig:
 
 
 def result(outcome: str, **changes: Any) -> Any:
-    """A TrialResult, without the import of PyTorch."""
+    """A simulated TrialResult."""
     values = (0.5,) if outcome == "complete" else None
     fields = {"reason": "", "values": values, "headline": {}, "telemetry": {}, "traceback": None}
     fields["constraints"] = {}
@@ -63,25 +62,25 @@ def result(outcome: str, **changes: Any) -> Any:
 
 
 def outcome_of(params: dict[str, Any]) -> str:
-    """fp16 never works, bf16 with the largest batch fails by a bug."""
+    """Return the outcome: fp16 never works, and bf16 with the largest batch has a bug."""
     if params["fp_precision"] == "fp16":
         return "nonfinite"
     return "failed" if params["fp_precision"] == "bf16" and params["batch_size"] == 32 else "complete"
 
 
 def value_of(params: dict[str, Any]) -> float:
-    """What a complete trial with these parameters comes to, whoever runs it."""
+    """Return the value of a complete trial with these parameters."""
     return (len(params["fp_precision"]) + params["batch_size"]) / 100
 
 
 def note(log: Path, **what: Any) -> None:
-    """Append a line; one write, so that lines of several processes stay whole."""
+    """Append a line in one write, so that lines of several processes stay whole."""
     with log.open("ab", buffering=0) as file:
         file.write(json.dumps(what).encode() + b"\n")
 
 
 def ended_log(log: Path) -> Path:
-    """Where the ends of trials are noted whose begins are in `log`."""
+    """Return the file with the ends of trials; `log` has their begins."""
     return log.with_name(f"{log.name}-ended")
 
 
@@ -97,7 +96,7 @@ def evaluate(
     step: int | None = None,
     **changes: Any,
 ) -> bool:
-    """Report the `index`-th evaluation of a trial, at `step` (None: `index`); whether it is to be pruned.
+    """Report an evaluation of a trial at `step` (None: `index`); return true if the pruner stops the trial.
 
     `changes` are fields of the evaluation's row.
     """
@@ -107,7 +106,7 @@ def evaluate(
 
 
 def worker_on(storage: Storage, config: StudyConfig, **options: Any) -> WorkerLease:
-    """A worker of the study, which is made where there is none. Its `options` are those of a lease."""
+    """A worker of the study, created if it does not exist. `options` are fields of `WorkerLease`."""
     return WorkerLease(storage, create_or_resume_study(storage, config), **{"max_retries": 0, **options})
 
 
@@ -119,7 +118,7 @@ def begin(worker: WorkerLease) -> tuple[Lease, Any]:
 
 
 def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
-    """The lease of the worker that has a trial, or had it last."""
+    """Return the lease of a trial's last worker."""
     name = trial.study.study_name
     of_trial = (claims.c.study == name, claims.c.trial_number == trial.number)
     with storage.engine.connect() as connection:
@@ -128,7 +127,7 @@ def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
 
 
 def change_worker(storage: Storage, worker: WorkerLease, **values: Any) -> None:
-    """Change a worker's row; one with `process_start="1"` is dead."""
+    """Change a worker's row. `process_start="1"` makes it dead."""
     with storage.engine.begin() as connection:
         connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(**values))
 
@@ -143,7 +142,7 @@ def work(
     crash: int = 0,
     trial_seconds: float = 0.0,
 ) -> RunSummary:
-    """Be a worker until the study is done; killed at the `kill_at`-th time that `kill` happens.
+    """Be a worker until the study is done, and die at the `kill_at`-th `kill`.
 
     With `crash`, each trial in fp16 sends this signal to its own process.
     """
@@ -176,7 +175,7 @@ def work(
 def make_and_run(
     config: StudyConfig, storage: Storage, run_trial: RunTrial, *args: Any, **options: Any
 ) -> RunSummary:
-    """Make the study if it is not stored, and be a worker of it. See `run_worker` for the arguments."""
+    """Create the study if necessary, and be a worker of it (`run_worker`)."""
     create_or_resume_study(storage, config, resize=False)
     return run_worker(config, storage, run_trial, *args, **options)
 
@@ -187,9 +186,9 @@ def run_trials(
     during: Callable[[optuna.trial.Trial], Any] = lambda _: None,
     **options: Any,
 ) -> RunSummary:
-    """Be a worker whose trials are complete at once, unless `during` gives another result.
+    """Be a worker whose trials are complete at once, unless `during` returns another result.
 
-    It is called with each trial after its parameters were suggested. `options` are those of `run_worker`.
+    `during` gets each trial after its suggestions. `options` are arguments of `run_worker`.
     """
 
     def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
@@ -207,7 +206,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def start_process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Start a process that is forked from one which has `preloaded`."""
+    """Start a process, forked from a process with `preloaded`."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with mock.patch.dict(os.environ, PYTHONPATH=path):
         ensure_running()
@@ -229,7 +228,7 @@ def start(*args: Any, **kwargs: Any) -> Any:
 
 
 def finish(*processes: Any, seconds: float = 120) -> None:
-    """Wait for the processes, all of which are to succeed."""
+    """Wait for the processes, and check that all succeed."""
     for process in processes:
         process.join(seconds)
     assert [process.exitcode for process in processes] == [0] * len(processes)
@@ -246,7 +245,7 @@ class _Killer:
 
 
 def _after(owner: Any, name: str, condition: Callable[..., bool] = lambda *_, **__: True) -> Any:
-    """Return what makes a killer strike after each call of a method for which `condition` holds."""
+    """Return an installer of a kill after each call of a method under the `condition`."""
 
     def install(die: _Killer) -> None:
         method = getattr(owner, name)
@@ -262,7 +261,7 @@ def _after(owner: Any, name: str, condition: Callable[..., bool] = lambda *_, **
     return install
 
 
-_PLACES: dict[str, Callable[[_Killer], None]] = {
+_KILL_POINTS: dict[str, Callable[[_Killer], None]] = {
     "trial made": _after(leases, "make_trial"),
     "claimed": _after(WorkerLease, "_claim"),
     "handed out": _after(WorkerLease, "_lease_of"),
@@ -277,23 +276,22 @@ _PLACES: dict[str, Callable[[_Killer], None]] = {
     "trial ended": _after(Lease, "end"),
     "outcome stored": _after(WorkerLease, "record_outcome"),
 }
-PLACES = tuple(place for place in _PLACES if place not in ("pause noted", "retry made"))
-"""Where the trials of every study come by."""
+KILL_POINTS = tuple(place for place in _KILL_POINTS if place not in ("pause noted", "retry made"))
+"""Points in the trials of every study."""
 
 
 def die_at(place: str, time: int) -> Callable[[], None]:
-    """Kill this process when `place` happens for so many times; of `training`, when what is returned is
-    called. Empty: it lives."""
+    """Kill this process at the `time`-th passage of a point; for `training`, at calls of the result.
+
+    Without a point it lives.
+    """
     die = _Killer(time)
-    _PLACES[place](die) if place else None
+    _KILL_POINTS[place](die) if place else None
     return die
 
 
 def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Collection[int] = ()) -> None:
-    """Every trial ended once, nothing is left over, and no trial changed its parameters.
-
-    Those with the numbers `crashed` were given up after their process had died again and again.
-    """
+    """Check that every trial ended once, with its first parameters. `crashed` are numbers of trials."""
     record = read_study(storage, config.name)
     assert record.counts == {"open": 0, "running": 0, "done": config.n_trials}
     retried = {trial.attributes["retry_of"] for trial in record.trials if "retry_of" in trial.attributes}
@@ -304,7 +302,7 @@ def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Collec
     assert sorted(by_number) == list(range(len(record.trials)))
     for line in notes(log):
         trial = by_number[line["number"]]
-        assert trial.params == line["params"], "a trial that went on had other parameters"
+        assert trial.params == line["params"], "a continued trial had other parameters"
     for trial in record.trials:
         assert trial.outcome == ("crashed" if trial.number in crashed else outcome_of(trial.params))
         assert trial.number in crashed or "pid" in trial.telemetry, "a finished trial must have everything"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mlflow_server import MlflowServer
-from tracked_study import TrackedStudy
+from support.mlflow_server import MlflowServer
+from support.tracked_study import TrackedStudy
 
 
 @pytest.fixture(scope="session")

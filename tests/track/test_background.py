@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from support.mlflow_server import runs
 from support.tiny import write_study
-from test_mlflow import runs
 
 from hpo.track import background
 

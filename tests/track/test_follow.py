@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from tracked_study import TELEMETRY, TrackedStudy
+from support.tracked_study import TELEMETRY, TrackedStudy
 
 from hpo.track.follow import Follower
 from hpo.track.runs import Run, runs_of

@@ -10,57 +10,15 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from mlflow_server import MlflowServer
 from support.command_line import finish, hpo_command, start_hpo, wait_until
+from support.mlflow_server import MlflowServer, all_runs, client, experiment_of, runs
+from support.tracked_study import TrackedStudy
 from support.worker_process import start_process
-from tracked_study import TrackedStudy
 
 from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
 from hpo.track.follow import Follower
 from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
-
-
-def client() -> Any:
-    from mlflow import MlflowClient
-
-    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
-
-
-def experiment_of(name: str) -> str:
-    return str(client().get_experiment_by_name(name).experiment_id)
-
-
-def runs(name: str) -> dict[str, Any]:
-    """Return the runs of an experiment's trials by name; check that the study's run is their parent."""
-    found = all_runs(name)
-    studies = {run["id"] for run in found.values() if run["tags"]["hpo.trial"].endswith("-study")}
-    trials = {name: run for name, run in found.items() if run["id"] not in studies}
-    assert len(studies) <= 1
-    if studies:
-        assert {run["tags"]["mlflow.parentRunId"] for run in trials.values()} <= studies
-    return trials
-
-
-def all_runs(name: str) -> dict[str, Any]:
-    found = client().search_runs([experiment_of(name)], max_results=1000)
-    content = {run.info.run_name: _content(run) for run in found}
-    assert len(content) == len(found), "a name twice"
-    return content
-
-
-def _content(run: Any) -> dict[str, Any]:
-    points = {
-        name: [(p.step, p.value, p.timestamp) for p in client().get_metric_history(run.info.run_id, name)]
-        for name in run.data.metrics
-    }
-    for name, history in points.items():
-        assert len({step for step, _, _ in history}) == len(history), f"{name} has a step twice"
-    times = (run.info.start_time, run.info.end_time)
-    return {"id": run.info.run_id, "status": run.info.status, "times": times, "points": points} | {
-        "params": dict(run.data.params),
-        "tags": {name: value for name, value in run.data.tags.items() if name != "mlflow.runName"},
-    }
 
 
 def values(run: dict[str, Any], metric: str) -> list[float]:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tracked_study import TrackedStudy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
-from tracked_study import TrackedStudy
 
 from hpo.track.follow import Follower
 from hpo.track.tensorboard_files import TensorboardTracker

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import wandb
 from support.command_line import finish, start_hpo
-from tracked_study import TrackedStudy
+from support.tracked_study import TrackedStudy
 
 
 @pytest.fixture(autouse=True)

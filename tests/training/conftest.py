@@ -1,4 +1,4 @@
-"""What several tests of the training loop and its parts start from."""
+"""Fixtures of the training loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that `time.perf_counter` tells, for a test to move on."""
+    """Return a settable `time.perf_counter`."""
     time = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: time[0])
     return time

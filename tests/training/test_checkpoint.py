@@ -1,4 +1,4 @@
-"""Checkpoints: what is kept, what is found again, and what a torn or impossible write leaves behind."""
+"""Checkpoints: retention, resume keys, truncated files and failed writes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_truncated_checkpoint(store: CheckpointStore, name: str, kept: float) ->
 
 
 class Payload:
-    """Something that only unpickling code can bring back."""
+    """An object for pickle only."""
 
 
 def test_checkpoint_with_code(store: CheckpointStore) -> None:

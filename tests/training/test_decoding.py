@@ -1,3 +1,5 @@
+"""Predictions from logits, and the thresholds."""
+
 from __future__ import annotations
 
 import itertools
@@ -32,20 +34,17 @@ DEFAULT = DecodingThresholds()
 
 
 def example_of(text: str, **fields: Any) -> Example:
-    """A text that is annotated for `t`, all of it context."""
     defaults = {"labels": {}, "spans": {}, "annotated": {"t"}, "segments": {"context": (0, len(text))}}
     return Example("id", text, **defaults | fields)
 
 
 def split_of(examples: Sequence[Example], *arrays: Sequence[Any]) -> Any:
-    """What decoding reads of a `TokenizedSplit`."""
     names = ("char_start_T", "char_end_T", "owned_T", "window_start_W1", "window_example_W")
     return SimpleNamespace(examples=examples, **dict(zip(names, map(np.array, arrays), strict=True)))
 
 
 def make_split(rows: Sequence[Example], window: int = 1000, overlap: int = 0) -> Any:
-    """Each word is a token; a window is [CLS], at most `window` words, [SEP]. The later window owns what
-    two hold."""
+    """Make windows of [CLS], at most `window` words, [SEP]. The later window owns common words."""
     start, end, owned, bounds, example = [], [], [], [0], []
     for e, row in enumerate(rows):
         words = [match.span() for match in re.finditer(r"\S+", row.text)]

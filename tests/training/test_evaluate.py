@@ -1,4 +1,4 @@
-"""The logits of an evaluation: which weights they are computed with."""
+"""The weights of an evaluation under autocast."""
 
 from __future__ import annotations
 

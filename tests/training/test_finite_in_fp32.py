@@ -26,7 +26,7 @@ def wide_layer(model: MultitaskModel) -> None:
 
 
 def bad_head(model: MultitaskModel) -> None:
-    """Give a head NaN weights, which break each step in every precision."""
+    """Give a head NaN weights."""
     nn.init.constant_(next(model.heads.parameters()), torch.nan)
 
 

@@ -1,7 +1,7 @@
 """Loss scaling, accumulation, clipping and the update, against plain arithmetic in fp64.
 
-What each of these catches was a fault of another library: unscaling twice (accelerate 113), clipping before
-all micro-batches are there (accelerate 641), updating the scale before unscaling (DeepSpeed 8588).
+Faults of other libraries: unscaling twice (accelerate 113), clipping before the last micro-batch
+(accelerate 641), updating the scale before unscaling (DeepSpeed 8588).
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.linspace(-1, 1, NUM_WEIGHTS))
 
     def forward(self, *_: object) -> Tensor:
-        """What stands for logits."""
         return self.weight * 1
 
 

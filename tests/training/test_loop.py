@@ -22,7 +22,7 @@ from support.tiny import (
 from support.tiny_loop import accumulate, config_of, train_for
 from torch import Tensor, nn
 
-from hpo.config.evaluation_config import EvaluationConfig
+from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
 from hpo.device import DeviceInfo

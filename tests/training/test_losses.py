@@ -1,3 +1,5 @@
+"""Losses against formulas in fp64."""
+
 from __future__ import annotations
 
 import math

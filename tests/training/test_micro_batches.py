@@ -1,4 +1,4 @@
-"""A global batch in micro-batches: its gradients, running out of memory, and the update that follows."""
+"""A global batch in micro-batches: gradients, norm and clipping."""
 
 from __future__ import annotations
 

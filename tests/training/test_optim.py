@@ -1,3 +1,5 @@
+"""Parameter groups, optimiser steps, and the schedule."""
+
 from __future__ import annotations
 
 import math
@@ -10,6 +12,7 @@ import pytest
 import torch
 from support.tiny import CPU, EMULATED
 from support.tiny_encoders import BERT, make_model
+from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,9 +32,6 @@ def rates(model: MultitaskModel, **settings: Any) -> dict[str, float]:
     groups = parameter_groups(model, **settings)
     rate_of = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     return {name: rate_of[id(value)] for name, value in model.named_parameters() if id(value) in rate_of}
-
-
-# Parameter groups
 
 
 def test_groups_and_weight_decay() -> None:
@@ -71,14 +71,6 @@ def test_layerwise_decay_needs_layers() -> None:
         parameter_groups(albert, learning_rate=1.0, layerwise_lr_decay=0.9)
 
 
-# Optimisers
-
-
-def group(*parameters: nn.Parameter, lr: float = 0.1, weight_decay: float = 0.0) -> dict[str, Any]:
-    rates = {"lr": lr, "initial_lr": lr, "weight_decay": weight_decay}
-    return {"name": "g", "params": list(parameters), **rates}
-
-
 def gradients_for(shape: tuple[int, ...], steps: int, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(steps)]
@@ -114,16 +106,15 @@ def plain_steps(name: str, weight: Tensor, gradients: list[Tensor], lr: float, d
 def test_optimizer_steps_equal_fp64(name: str, weight_decay: float) -> None:
     start, gradients = gradients_for((6, 4), 1)[0], gradients_for((6, 4), 12, seed=2)
     weight = nn.Parameter(start.float())
-    optimizer = build_optimizer(name, [group(weight, lr=0.03, weight_decay=weight_decay)], betas=(0.8, 0.95))
+    optimizer = build_optimizer(
+        name, [parameter_group(weight, lr=0.03, weight_decay=weight_decay)], betas=(0.8, 0.95)
+    )
     assert is_fused(optimizer) == (name in ("adamw", "adam", "sgd"))
     for gradient in gradients:
         weight.grad = gradient.float()
         optimizer.step()
     expected = plain_steps(name, start, gradients, 0.03, weight_decay)
     torch.testing.assert_close(weight.detach().double(), expected, rtol=2e-5, atol=2e-6)
-
-
-# Learning rate
 
 
 @pytest.mark.parametrize(
@@ -145,13 +136,10 @@ def test_schedule_factor(schedule: str, expected: dict[float, float]) -> None:
     assert 0.0 <= schedule_factor(schedule, 1.0, 1.0) <= 1.0
 
 
-# fp32 state over bf16 weights
-
-
 def bf16_step_by_hand(name: str, start: Tensor, gradients: list[Tensor], **options: float) -> Tensor:
-    """One fp32 optimiser whose weights are rounded to bf16 after each step."""
+    """Step in fp32 and round the weights to bf16 after each step."""
     rounded = nn.Parameter(start.float())
-    optimizer = build_optimizer(name, [group(rounded, **options)])
+    optimizer = build_optimizer(name, [parameter_group(rounded, **options)])
     for gradient in gradients:
         rounded.grad = gradient.float()
         optimizer.step()
@@ -166,7 +154,7 @@ def test_bf16_weights_step_in_fp32(name: str, chunk_elements: int, monkeypatch: 
     starts = [gradients_for(shape, 1)[0].bfloat16() for shape in ((6, 4), (5, 3))]
     gradients = [[value.bfloat16() for value in gradients_for(start.shape, 20, 2)] for start in starts]
     weights = [nn.Parameter(start.clone()) for start in starts]
-    groups = [group(weights[0], lr=0.02), group(weights[1], lr=0.05, weight_decay=0.1)]
+    groups = [parameter_group(weights[0], lr=0.02), parameter_group(weights[1], lr=0.05, weight_decay=0.1)]
     optimizer = build_optimizer(name, groups)
     assert isinstance(optimizer, Float32Optimizer)
     assert len(optimizer.chunks) == (1 if chunk_elements > 1 else 2)
@@ -188,8 +176,8 @@ def test_bf16_weights_step_in_fp32(name: str, chunk_elements: int, monkeypatch: 
 def test_weights_of_both_dtypes() -> None:
     long, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     short, unused = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
-    optimizer = build_optimizer("adamw", [group(long, short, unused, lr=0.1)])
-    reference = build_optimizer("adamw", [group(plain, lr=0.1)])
+    optimizer = build_optimizer("adamw", [parameter_group(long, short, unused, lr=0.1)])
+    reference = build_optimizer("adamw", [parameter_group(plain, lr=0.1)])
     for _ in range(3):
         for weight in (long, short, plain):
             weight.grad = torch.ones_like(weight)
@@ -213,7 +201,9 @@ def test_restored_optimizer(name: str, state: str, dtype: torch.dtype, tmp_path:
 
     def make() -> tuple[nn.Parameter, Optimizer]:
         weight = nn.Parameter(torch.ones(SHAPE, dtype=dtype))
-        return weight, build_optimizer(name, [group(weight, lr=0.02, weight_decay=0.1)], state=state)
+        return weight, build_optimizer(
+            name, [parameter_group(weight, lr=0.02, weight_decay=0.1)], state=state
+        )
 
     def advance(weight: nn.Parameter, optimizer: Optimizer, first: int, last: int) -> None:
         for step in range(first, last):
@@ -243,7 +233,7 @@ def test_skipped_step_changes_nothing(name: str, state: str, dtype: torch.dtype,
     ends = []
     for is_bad in (False, True):
         weight = nn.Parameter(torch.linspace(-1, 1, 64 * 128).reshape(SHAPE).to(dtype))
-        model, groups = nn.ParameterList([weight]), [group(weight, lr=0.01, weight_decay=0.1)]
+        model, groups = nn.ParameterList([weight]), [parameter_group(weight, lr=0.01, weight_decay=0.1)]
         optimizer = build_optimizer(name, groups, state=state)
         amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
         for step, gradient in enumerate(gradients):

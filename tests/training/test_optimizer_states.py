@@ -1,4 +1,4 @@
-"""Moments in fewer bits: as exact as their tables, steps near those in fp32, and a restart bit for bit."""
+"""Moments in fewer bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import group
+from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -103,7 +103,7 @@ def run(kind: str, name: str = "adamw", shape: tuple[int, int] = SHAPE) -> tuple
     draw = torch.Generator().manual_seed(1)
     weight, embedding = (nn.Parameter(torch.randn(shape, generator=draw)) for _ in range(2))
     targets = torch.randn((2, *shape), generator=draw)
-    groups = [group(each, lr=0.02, weight_decay=0.01) for each in (weight, embedding)]
+    groups = [parameter_group(each, lr=0.02, weight_decay=0.01) for each in (weight, embedding)]
     optimizer = build_optimizer(name, groups, state=kind, fp32_state=[embedding])
     for _ in range(30):
         for parameter, target in zip((weight, embedding), targets, strict=True):

@@ -24,7 +24,7 @@ NUM_STEPS = 4
 
 
 class StandIn:
-    """A graph that runs a pass on the recorded tensors, and adds to the recorded gradients."""
+    """A graph with normal passes on the recorded tensors and gradients."""
 
     def __init__(
         self, graphs: Graphs, batch: Batch, items: Mapping[str, int | Tensor], share: Tensor
@@ -78,7 +78,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def uncertain_learner(name: str = "bf16") -> Learner:
-    """A learner with dropout, whose losses of tasks are weighted by learned uncertainty."""
+    """Return a learner with dropout and learned uncertainty."""
     model, loss_fn = tiny_model(), tiny_objective()
     for head in model.heads:
         head[0].p = 0.2  # type: ignore[index]

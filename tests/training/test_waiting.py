@@ -1,4 +1,4 @@
-"""No step waits for a GPU but those that look at what came out: on the meta device, and on a real one."""
+"""Steps without a check do not wait for the device: on the meta device and on a real GPU."""
 
 from __future__ import annotations
 
@@ -32,17 +32,13 @@ from hpo.trial.parts import training_args
 
 
 class Enough(Exception):
-    """The steps that a test wants have been run."""
+    pass
 
 
 def run_steps(
     executor: Executor, device: DeviceInfo, *, stop_after: int, watch_from: int = 0, **params: Any
 ) -> tuple[int, list[int]]:
-    """Train on `device` and watch, from a step on, all steps that do not look at what came out.
-
-    Returns the steps that were run, and which of them were watched.
-    """
-    # So long that no evaluation comes.
+    """Train on `device`. Return the number of steps, and the observed steps without a check."""
     config = config_of(executor, dropout=0.1, head_dropout=0.1, max_steps=10 * stop_after, **params)
     model, _, loss_fn, data = loop_parts(executor, config)
     model.to(device.torch_device)

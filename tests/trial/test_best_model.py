@@ -1,4 +1,4 @@
-"""What an export tells of its encoder."""
+"""Facts of an exported encoder, and scores on test."""
 
 from __future__ import annotations
 

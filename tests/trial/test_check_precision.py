@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BatchFeature
 
 import hpo
 from hpo.errors import InputError
@@ -125,21 +124,3 @@ def test_model_called_in_parts_has_its_loss() -> None:
 def test_error_of_the_loss_is_raised() -> None:
     with pytest.raises(KeyError, match="nothing"):
         hpo.check_precision(ConvNet(), lambda model, batch: model(batch)["nothing"], images()[0], "bf16")
-
-
-class Bag(nn.Module):
-    """Has sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 1)
-
-    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        out: Tensor = self.last(self.table(ids) * scale)
-        return out
-
-
-def test_sparse_gradients_and_batches_of_processors() -> None:
-    batch = BatchFeature({"ids": torch.arange(6), "scale": torch.ones(6, 1)})
-    check = hpo.check_precision(Bag(), lambda model, batch: model(**batch).mean(), batch, "bf16-true")
-    assert check.verdict == "ok", check

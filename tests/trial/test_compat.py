@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import hpo.models.attention
 import hpo.models.encoder
 import hpo.trial.compat
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
@@ -39,20 +39,13 @@ def key_of(executor: Executor, device: DeviceInfo = CPU, **params: Any) -> str:
     return cache_key(replace(parts_of(executor, **params), device=device))
 
 
-def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None:
-    parts = parts_of(tiny_executor(tmp_path))
-    lengths = sorted(parts.data.train.lengths_W)
-    assert sorted(parts.batch(2, 1).lengths_B) == [*lengths[:2], lengths[-1]]
-    assert sorted(parts.batch(0, 10**6).lengths_B) == lengths == sorted(parts.batch(10**6).lengths_B)
-
-
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 def test_fault_on_padding_is_found(tmp_path: Path, name: str) -> None:
     parts = parts_of(tiny_executor(tmp_path), fp_precision=name)
     shortest = int(parts.data.train.lengths_W.min())
 
     def break_short(_encoder: Any, _args: Any, inputs: dict[str, Tensor], output: Any) -> Any:
-        """As where all that a row attends to is masked."""
+        """Break short rows, as if everything were masked."""
         if torch.is_autocast_enabled("cpu"):
             is_short_B = inputs["attention_mask"].sum(dim=1) <= shortest
             hidden = output.last_hidden_state
@@ -114,7 +107,7 @@ def test_cache_key_has_every_condition(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Cache:
-    """A compatibility cache that holds JSON, as a database does."""
+    """A compatibility cache of JSON, as in a database."""
 
     def __init__(self) -> None:
         self.stored: dict[str, str] = {}

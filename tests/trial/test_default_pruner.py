@@ -1,4 +1,4 @@
-"""The pruner of a study whose file names none, chosen by its rows."""
+"""The pruner of a study file without one, chosen by its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials that break on purpose: the operator and the settings that help are named exactly."""
+"""Diagnosis of trials with planted faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def wide_layer(model: MultitaskModel) -> None:
 
 
 def bad_head(model: MultitaskModel) -> None:
-    """Give a head NaN weights, which break the batch in every precision."""
+    """Give a head NaN weights."""
     nn.init.constant_(next(model.heads.parameters()), torch.nan)
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.resumed_trials import check_resume_is_exact
 from support.tiny import tiny_executor, write_study
 
-from hpo.config.objective import ObjectiveConfig
+from hpo.config.limits import ObjectiveConfig
 from hpo.config.study_config import load_study
 from hpo.errors import StudyFileError
 from hpo.training.evaluate import Evaluation

@@ -16,7 +16,7 @@ PARAMS = {"learning_rate": 1e-3}
 
 
 def run(folder: Path, limits: dict[str, Any], **changes: Any) -> tuple[TrialResult, list[Evaluation]]:
-    """One trial of 40 steps with four evaluations, and those that it made."""
+    """Run a trial of 40 steps with up to four evaluations; return both."""
     content = {"training": STEPS, "evaluation": {"per_trial": 4}, "constraints": limits, **changes}
     made: list[Evaluation] = []
     result = tiny_executor(folder, **content).run(PARAMS, None, "", Callbacks(made.append))

@@ -111,12 +111,6 @@ def test_short_stretches_have_no_energy(
     assert result.telemetry["energy_missing"] == "the counter is gone."
 
 
-def test_cpu_has_no_energy(tmp_path: Path) -> None:
-    result = run(tmp_path)
-    assert (result.telemetry["throughput"][ENERGY], ENERGY in result.headline) == (None, False)
-    assert result.telemetry["energy_missing"] == "this is not an NVIDIA GPU but test CPU."
-
-
 @pytest.mark.parametrize(
     "changes", [{"objective": OBJECTIVE}, {"constraints": {ENERGY: {"max": 1.0}}}], ids=["objective", "limit"]
 )

@@ -50,7 +50,7 @@ def test_impossible_model_is_found(tmp_path: Path, changes: dict[str, Any], mess
 
 
 def test_fresh_model_must_be_finite(tmp_path: Path) -> None:
-    """Found for weights that are finite themselves. No precision is to blame."""
+    """The weights themselves are finite. No precision is to blame."""
 
     def break_encoder(model: Any) -> None:
         model.encoder.embeddings.LayerNorm.weight.fill_(1e38)

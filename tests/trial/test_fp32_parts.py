@@ -71,7 +71,7 @@ def test_comparison_leaves_out_parts_without_fp32_weights(tmp_path: Path) -> Non
 
 
 class Autocast(nn.Linear):
-    """A head's layer that leaves fp32 by itself."""
+    """A head's layer with its own autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

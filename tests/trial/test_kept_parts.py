@@ -1,4 +1,4 @@
-"""Parts in fp32 after a trial: in a process that is killed, in the best model, in an export."""
+"""Parts in fp32 after a kill, in the best model and in an export."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STUDY: dict[str, Any] = {
 
 
 def run(folder: Path, url: str, checkpoints: str, killed_at: int | None = None) -> TrialResult:
-    """Run a trial of a model that needs fp32 in one module, to its end or until it kills its process."""
+    """Run a trial with one module in fp32, to its end or until it kills its process."""
 
     def on_progress(progress: Progress) -> None:
         if progress.step == killed_at:

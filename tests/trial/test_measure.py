@@ -13,7 +13,7 @@ from support.tiny import CPU_PRECISIONS, TinyEncoder, tiny_batch, tiny_measureme
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpo.config.study_config import CompatConfig
+from hpo.config.sections import CompatConfig
 from hpo.precision.table import PRECISIONS
 from hpo.trial.compat import Compatibility, judge
 
@@ -65,7 +65,7 @@ def nan_backward(_: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 def no_bfloat16(dense: nn.Linear, hidden: Tensor) -> Tensor:
-    """Has an operator that PyTorch's CPU has in fp32 and not in bf16."""
+    """Call an operator without bf16 on PyTorch's CPU."""
     hidden = dense(hidden)
     return hidden * torch.special.bessel_j0(hidden.detach())
 

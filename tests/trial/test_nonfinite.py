@@ -1,4 +1,4 @@
-"""The operator that made the first number that is not finite, in models broken on purpose."""
+"""The operator of the first non-finite number, in models with planted faults."""
 
 from __future__ import annotations
 
@@ -50,13 +50,6 @@ def test_overflowing_product(recomputes: bool) -> None:
     assert first(model) == (said, DENSE)
 
 
-def test_overflowing_cast() -> None:
-    model = make_model()
-    nn.init.constant_(model.get_submodule(DENSE).weight, 1e6)
-    said = f"aten._to_copy.default (float16) in {DENSE}, forward pass, inputs up to 1e+06"
-    assert first(model) == (said, DENSE)
-
-
 @pytest.mark.parametrize("name", [DENSE, "encoder.encoder.layer.0", "encoder.embeddings", "heads.1.1"])
 def test_broken_gradient(name: str) -> None:
     """The square root of zero is fine; its derivative is not."""
@@ -85,15 +78,6 @@ def test_mask_is_no_origin_unless_it_fills_a_row(keeps: int, operator: str | Non
     found, module = first(hooked(change))
     assert (found and found.split()[0]) == operator
     assert module == (DENSE if operator else None)
-
-
-def test_nonfinite_weight() -> None:
-    model = make_model()
-    with torch.no_grad():
-        model.get_submodule(DENSE).weight[0, 0] = math.nan
-    operator, module = first(model)
-    assert module == DENSE
-    assert "inputs up to nan" in operator
 
 
 def test_overwritten_constant_is_no_origin() -> None:

@@ -1,4 +1,4 @@
-"""Trials whose optimiser keeps its state in fewer bits: what is stored, and a restart bit for bit."""
+"""Optimiser states in fewer bits: their record, and an exact resume."""
 
 from __future__ import annotations
 

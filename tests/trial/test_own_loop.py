@@ -1,4 +1,4 @@
-"""Trials of a study whose own code trains: outcomes, precision, steps, checkpoints."""
+"""Trials with their own training loop: outcomes, precision, steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_function_cannot_swallow_the_end(tmp_path: Path, step: str, outcome: Any
 
 
 def test_nonfinite_step_is_repeated_in_fp32(tmp_path: Path) -> None:
-    """The model works in the check, so that its fault is in the later batches alone."""
+    """The model works in the check. Its fault is in later batches."""
     loop = OVERFLOW.replace("== torch.float32", "== torch.float32 or len(rows) < 16") + LOOP
     result = run(own_executor(tmp_path, loop), fp_precision="bf16")
     assert (result.outcome, result.telemetry["finite_in_fp32"]) == ("nonfinite", True)
@@ -182,14 +182,6 @@ def test_resume_is_exact(tmp_path: Path, stop_at: int) -> None:
         own_executor(tmp_path, loop), tmp_path, stop_at, fp_precision="fp32", **RATE
     )
     assert result.telemetry["num_steps"] == 9
-
-
-def test_loop_without_kept_objects_starts_anew(tmp_path: Path) -> None:
-    executor = own_executor(tmp_path, changed("    run.keep(model=model, optimizer=optimizer)\n", ""))
-    assert run_trial(executor, tmp_path / "cut", 7, **RATE).outcome == "preempted"
-    result = run_trial(executor, tmp_path / "cut", **RATE)
-    assert (result.outcome, result.telemetry["num_steps"]) == ("complete", 9)
-    assert not result.telemetry.get("weights_lost")
 
 
 def test_pause_after_the_round_and_immediate_pruning(tmp_path: Path) -> None:
@@ -279,7 +271,7 @@ def test_loop_in_another_precision_ends_the_trial(
 
 
 def test_unobserved_steps_are_unverified(tmp_path: Path) -> None:
-    """The check says nothing about steps that the function makes by itself."""
+    """The check says nothing about the function's own steps."""
     prepare = "run.prepare(model, loss_of_batch, (ROWS, CLASSES))"
     result = run(own_executor(tmp_path, foreign("False", prepare)), fp_precision="bf16")
     assert result.outcome == "complete", result.traceback or result.reason

@@ -30,7 +30,7 @@ TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 
 
 class Checks:
-    """A model of eight parts, of which it is known which sets are good."""
+    """A model of eight parts with known good sets."""
 
     def __init__(self, is_good: Callable[[set[str]], bool], bad: str = "incompatible") -> None:
         self.is_good, self.bad = is_good, bad
@@ -107,7 +107,7 @@ def test_part_is_refined_to_its_modules() -> None:
 
 
 def enlarge(*names: str, factor: float = 1e8) -> Callable[[MultitaskModel], None]:
-    """Multiply the weights of modules before a norm, so that fp32 stays as it is and fp16 overflows."""
+    """Multiply the weights of modules before a norm: fp32 is unchanged, fp16 overflows."""
 
     def alter(model: MultitaskModel) -> None:
         for name in names:
@@ -142,7 +142,7 @@ def test_only_the_overflowing_module_gets_fp32(tmp_path: Path) -> None:
 
 
 class Cache:
-    """A compatibility cache that is killed at one of its writes."""
+    """A compatibility cache with a kill at one of its writes."""
 
     def __init__(self) -> None:
         self.results: dict[str, Any] = {}

@@ -49,7 +49,7 @@ def recorded(
         assert stopped.outcome == "preempted"
     result = executor.run(params, folder, "trial", Callbacks(note))
     assert result.outcome == "complete", result.reason
-    return RecordedTrial(7, params, result.telemetry, sorted(evaluations.items()))
+    return RecordedTrial(7, params, result.telemetry, evaluations)
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,13 @@ def test_resumed_trial_is_reproduced(executor: Executor, tmp_path: Path) -> None
 
 
 def test_different_bit_of_a_metric(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    step, metrics = record.evaluations[1]
+    step, metrics = max(record.evaluations.items())
     task, of_task = next((name, of) for name, of in metrics.items() if isinstance(of, Mapping) and of)
     name, value = next(iter(of_task.items()))
     last_bit = float(torch.nextafter(torch.tensor(value, dtype=torch.float64), torch.tensor(2.0).double()))
     other = {**metrics, task: {**of_task, name: last_bit}}
     found = reproduce(
-        executor, replace(record, evaluations=[record.evaluations[0], (step, other)]), tmp_path / "again"
+        executor, replace(record, evaluations={**record.evaluations, step: other}), tmp_path / "again"
     )
     (difference,) = found.results
     assert not found.same
@@ -101,14 +101,6 @@ def test_different_bit_of_a_metric(executor: Executor, record: RecordedTrial, tm
         last_bit,
         value,
     )
-
-
-def test_different_conditions(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    device = {**record.telemetry["device"], "name": "Other CPU", "torch": "1.0"}
-    found = reproduce(executor, changed(record, device=device), tmp_path / "again")
-    assert [one.name for one in found.conditions] == ["name", "torch"]
-    assert "name: recorded Other CPU, now test CPU" in found.text()
-    assert found.same, "the bits are the same all the same"
 
 
 def test_halved_micro_batch_is_reproduced(

@@ -82,7 +82,3 @@ def test_unknown_peak_has_no_utilization(
     model: MultitaskModel, steps: ThroughputMeter, changes: dict[str, str], precision: str, frozen: str
 ) -> None:
     assert utilization_of(model, replace(H100, **changes), precision, steps, frozen) is None
-
-
-def test_no_utilization_before_the_first_step(model: MultitaskModel) -> None:
-    assert utilization_of(model, H100, "bf16", ThroughputMeter(CPU)) is None

@@ -26,7 +26,7 @@ class WideInTraining(nn.Linear):
 
 
 def run(folder: Path, layer: type[nn.Linear]) -> dict[str, Any]:
-    """The telemetry of a trial in bf16 whose model has one layer of that class."""
+    """Run a trial in bf16 with one layer of this class; return its telemetry."""
 
     def plant(model: Any) -> None:
         model.encoder.encoder.layer[0].output.dense.__class__ = layer

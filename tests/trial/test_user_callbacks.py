@@ -11,17 +11,13 @@ import pytest
 from support.own_code_studies import write
 from support.resumed_trials import check_resume_is_exact, weights_of
 from support.tiny import CPU
-from support.tiny_loop import config_of
 
-from hpo.code import use_code
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.errors import InputError
-from hpo.extensions import CALLBACKS
 from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import Callbacks, TrialResult
-from hpo.trial.user_callbacks import make_callbacks
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -86,17 +82,6 @@ def run(executor: Executor, folder: Path | None = None, **params: Any) -> TrialR
 
 def notes_of(file: Path) -> list[list[Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def test_callback_of_another_study_is_not_called(tmp_path: Path) -> None:
-    """Code of a loaded model stays in use beside that of the study."""
-    for name in ("other", "own"):
-        (tmp_path / name).mkdir()
-    other = executor_of(tmp_path / "other", NOTES)
-    use_code(other.study.code, "a model", stays=True)
-    executor = executor_of(tmp_path / "own", DRAWS, training=STEPS | {"max_steps": 2})
-    assert "notes" in CALLBACKS
-    assert list(make_callbacks(config_of(executor), executor.study.code)) == ["draws"]
 
 
 def test_callback_sees_steps_evaluations_and_the_end(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from support.tiny import altered_executor
 from torch import nn
 
 from hpo.device import DeviceInfo
-from hpo.errors import OutOfMemory
 from hpo.precision.table import PRECISION_NAMES, Support, support
 from hpo.trial.compat import Compatibility
 from hpo.trial.costs import Costs
@@ -29,7 +28,7 @@ def costs(speed_ratio: float) -> Costs:
 
 
 def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
-    """Check a device on which the check of each precision finds `found`: speeds, a verdict or an error."""
+    """Check a device with a given result for each precision: a speed, a verdict or an error."""
 
     def check(name: str, support: Support) -> Compatibility:
         assert support.level != "unsupported"
@@ -87,14 +86,6 @@ def test_only_supported_precisions_are_measured(device: DeviceInfo) -> None:
 )
 def test_recommendation(device: DeviceInfo, found: dict[str, Any], advice: str) -> None:
     assert recommendation(checked(device, **found)).startswith(advice)
-
-
-def test_unusable_precision_has_a_reason() -> None:
-    does_not_fit = OutOfMemory("one example of 512 tokens does not fit into memory.")
-    checks = {check.name: check for check in checked(T4, fp32=does_not_fit, fp16="incompatible")}
-    for name, note in (("fp32", str(does_not_fit)), ("fp16", "fp16 is incompatible.")):
-        assert (checks[name].usable, checks[name].note) == (False, note)
-    assert checks["fp32"].speed_ratio is None
 
 
 # Costs

@@ -27,9 +27,9 @@ from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.code import Code
 from hpo.config.allowed import ALLOW, DATA_DIR
 from hpo.errors import HpoError, InputError, RunError
-from hpo.study.claims.process import this_job
 from hpo.study.running.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
 from hpo.study.store.database import parse_url, storage_url
+from hpo.study.store.process import this_job
 
 COMMAND_SECONDS = 60
 """Time limit of a Slurm command. Without its server, a command retries for minutes."""

@@ -18,8 +18,8 @@ from typing import Any
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.allowed import check_allowed, checkpoint_path
+from hpo.config.sections import CheckpointConfig
 from hpo.errors import HpoError, InputError, StorageError, printable
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
@@ -138,7 +138,7 @@ def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterato
             continue
         try:
             config = checkpoint_config(row.name, json.loads(row.definition))
-            check_allowed(row.name, checkpoint_place(config))
+            check_allowed(row.name, checkpoint_path(config))
         except (ValueError, AttributeError, StorageError) as error:  # the definition is damaged
             say_damaged(row.name, str(error))
             continue

@@ -29,8 +29,7 @@ class Ended(NamedTuple):
     """An ended trial."""
 
     number: int
-    values: Sequence[float] | None
-    """Values of a complete trial, otherwise None."""
+    values: Sequence[float] | None  # values of a complete trial, otherwise None
     constraints: Mapping[str, float]
     outcome: str
     reason: str

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.sections import CheckpointConfig
 from hpo.errors import CheckpointError, HpoError, InputError
 from hpo.study.checkpoints.checkpoint_folders import is_of, newest_step
 from hpo.study.claims.lease import Lease
@@ -86,12 +86,12 @@ class RemoteStore:
     def upload(self, path: Path, key: str, folder: Path) -> None:
         """Upload a checkpoint unless the store has it."""
         name = f"{path.name}-{_digest(key)}"
-        there = self.list(folder, key, whole=False).get(name, {})
-        if there == {file: (path / file).stat().st_size for file in FILES}:
+        stored = self.list(folder, key, whole=False).get(name, {})
+        if stored == {file: (path / file).stat().st_size for file in FILES}:
             return
         target = f"{self._path(folder)}/{name}"
         with self._errors(f"checkpoint {path.name} cannot be written to"):
-            if there:
+            if stored:
                 self._filesystem.rm(target, recursive=True)
             for file in FILES:
                 self._filesystem.put_file(str(path / file), f"{target}/{file}")
@@ -146,8 +146,7 @@ class RemoteStore:
 class RemoteCheckpoints:
     """The checkpoints of one trial in a store (a `CheckpointMirror`)."""
 
-    wait_seconds = 60.0
-    """Wait of a continued or ended trial for an unavailable store."""
+    wait_seconds = 60.0  # wait of a continued or ended trial for an unavailable store
     retry_seconds = 5.0
 
     def __init__(self, store: RemoteStore, lease: Lease, folder: Path, stop: threading.Event) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.budget import BudgetConfig
+from hpo.config.sections import BudgetConfig
 from hpo.study.sampling.forecast import (
     Cost,
     Forecast,
@@ -40,8 +40,7 @@ class DeviceClock:
     """The device time of one trial, after `before` seconds with earlier workers."""
 
     def __init__(self, before: float) -> None:
-        self.num_sharing = 1
-        """Number of workers on the device, with this one."""
+        self.num_sharing = 1  # number of workers on the device, with this one
         self._num_devices = int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
         self._seconds = before
         self._last = time.monotonic()
@@ -64,10 +63,8 @@ class StudyBudget:
     promotion: Promotion | None = None
 
     def __post_init__(self) -> None:
-        self._measured: dict[int, Measured] = {}
-        """Ended trials, by number."""
-        self._ended: list[FrozenTrial] = []
-        """Ended trials before their measurement."""
+        self._measured: dict[int, Measured] = {}  # ended trials, by number
+        self._ended: list[FrozenTrial] = []  # ended trials before their measurement
 
     def add_ended(self, trial: FrozenTrial) -> None:
         """Add an ended trial. It is measured once."""
@@ -77,8 +74,8 @@ class StudyBudget:
         """Return the device-seconds of the budget; infinite without a budget."""
         query = sa.select(studies.c.definition).where(studies.c.name == self.study)
         definition = json.loads(connection.execute(query).scalar() or "{}")
-        given = definition.get("budget")
-        return math.inf if given is None else BudgetConfig.model_validate(given).seconds
+        budget = definition.get("budget")
+        return math.inf if budget is None else BudgetConfig.model_validate(budget).seconds
 
     def left(self, connection: sa.Connection) -> float:
         """Return the unspent device-seconds, over all workers."""

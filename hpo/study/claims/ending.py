@@ -10,10 +10,13 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, is_paused, rungs_of
 from hpo.study.store.foreign import in_state, is_foreign
+from hpo.study.store.lifecycle import read_state
 from hpo.study.store.optuna_internals import end_trial, is_unfinished, reopen_trial, trial_id_of
 from hpo.study.store.optuna_tables import trials, user_attributes
-from hpo.study.store.schema import claims
+from hpo.study.store.schema import claims, studies, workers
+from hpo.study.store.storage import Storage
 
+CANCELLED = "the study was cancelled"
 NOT_PROMOTED = "it did not continue: other trials were better after as much training, or the study ended."
 
 
@@ -63,6 +66,33 @@ def end_unclaimed(
         user_attrs={**facts, "outcome": Outcome.PRUNED, "outcome_reason": reason},
         constraints=last.get("constraints"),
     )
+
+
+def end_unfinished(storage: Storage, name: str) -> int:
+    """End the unfinished trials of a cancelled study that have no live worker; return their number.
+
+    Trials at a rung end as PRUNED. The others are given up (`end_unclaimed`).
+    """
+    if read_state(storage, name) != "cancelled" or not storage.has_study(name):
+        return 0
+    trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
+    unfinished = {trial.number: trial for trial in trials if not trial.state.is_finished()}
+
+    def end(connection: sa.Connection) -> int:
+        # This lock comes first, so that nobody opens the study or claims a trial meanwhile.
+        cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
+        if not connection.execute(cancelled.values(state="cancelled")).rowcount:
+            return 0
+        alive = storage.live_workers(connection, workers.c.study == name)
+        query = sa.select(claims.c.trial_number, claims.c.owner).where(claims.c.study == name)
+        rows = connection.execute(query.where(claims.c.trial_number.in_(list(unfinished)))).all()
+        return sum(
+            end_unclaimed(connection, name, unfinished[row.trial_number], row.owner, CANCELLED)
+            for row in rows
+            if row.owner not in alive
+        )
+
+    return storage.write(end) if unfinished else 0
 
 
 def reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:

@@ -25,7 +25,6 @@ from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import DeviceClock, StudyBudget
-from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR, Promotion
 from hpo.study.store.optuna_internals import (
     end_trial,
@@ -36,7 +35,7 @@ from hpo.study.store.optuna_internals import (
     study_id_of,
     trial_id_of,
 )
-from hpo.study.store.schema import claims, evaluations
+from hpo.study.store.schema import EvaluationRow, claims, evaluations
 from hpo.study.store.storage import Storage, is_stored
 from hpo.trial.telemetry import Progress, TrialResult
 
@@ -62,24 +61,17 @@ class Lease:
 
     storage: Storage
     study: str
-    token: str
-    """Token of the study; a later study of the same name has another."""
-    owner: str
-    """Id of the worker."""
+    token: str  # token of the study; a later study of the same name has another
+    owner: str  # id of the worker
     trial: optuna.trial.Trial
-    row: sa.Row[Any]
-    """Row of the claim at its begin."""
-    lost: threading.Event = field(default_factory=threading.Event)
-    """Set if another worker has the trial."""
+    row: sa.Row[Any]  # row of the claim at its begin
+    lost: threading.Event = field(default_factory=threading.Event)  # set if another worker has the trial
     study_closed: threading.Event = field(default_factory=threading.Event)
     """Set if the study was paused, cancelled or deleted. The trial must stop, and may continue later."""
-    promotion: Promotion | None = None
-    """Rule for pauses; None: the trial does not pause."""
+    promotion: Promotion | None = None  # rule for pauses; None: the trial does not pause
     budget: StudyBudget | None = None
-    host: str = field(default_factory=socket.gethostname)
-    """Machine of the worker."""
-    shares_checkpoints: bool = True
-    """True if all machines write their checkpoints to one folder or bucket."""
+    host: str = field(default_factory=socket.gethostname)  # machine of the worker
+    shares_checkpoints: bool = True  # true if all machines write their checkpoints to one folder or bucket
     progress: Progress | None = None
     """Progress of the trial; the next heartbeat writes it into the worker's row."""
 
@@ -88,8 +80,7 @@ class Lease:
         self.saved_step: int = self.row.saved_step if is_here else 0
         """Step of the newest checkpoint available to this machine; 0: none."""
         self._saved_before = self.saved_step
-        self._rung: float | None = None
-        """Rung of a pause under this lease."""
+        self._rung: float | None = None  # rung of a pause under this lease
         self._rungs: dict[str, Any] = {}
         self._started = time.monotonic()
         self.clock = DeviceClock(self.row.device_seconds)

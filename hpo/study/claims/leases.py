@@ -30,20 +30,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.checkpoint_config import NOT_SHARED
 from hpo.config.portfolio import SHARE
+from hpo.config.sections import NOT_SHARED
 from hpo.errors import LeaseLostError, OutageError, StoppedError, StorageError
 from hpo.outcome import Outcome
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
-from hpo.study.claims.snapshot import Snapshot, Watch, num_open, num_trials_of_points
+from hpo.study.claims.snapshot import Snapshot, Watch, num_trials_of_points
 from hpo.study.claims.workers import Membership
 from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
@@ -67,7 +68,7 @@ from hpo.study.store.optuna_internals import (
     trial_id_of,
 )
 from hpo.study.store.schema import claims, evaluations, studies, workers
-from hpo.study.store.storage import is_stored
+from hpo.study.store.storage import is_stored, num_open
 from hpo.trial.telemetry import TrialResult
 
 MAX_REFUSALS = 20
@@ -90,10 +91,8 @@ class WorkerLease(Membership):
     max_retries: int
     refusal: Callable[[Any], str] = lambda _: ""
     """Reason why no worker can run an enqueued trial with these parameters; empty: none."""
-    is_planned: bool = False
-    """True for a comparison, which chooses the parameters of all its trials."""
-    promotion: Promotion | None = None
-    """Rule for pauses; None: trials do not pause."""
+    is_planned: bool = False  # true for a comparison, which chooses the parameters of all its trials
+    promotion: Promotion | None = None  # rule for pauses; None: trials do not pause
     read_points: Callable[[], Sequence[Point]] | None = None
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
     portfolio: Sequence[tuple[Point, str]] = ()
@@ -107,13 +106,11 @@ class WorkerLease(Membership):
         super().__post_init__()
         self._watch = Watch(self._storage, self._study, self.promotion, self.budget)
         self._study_id = study_id_of(self._study)
-        self._tried: set[str] = set()
-        """Known configurations of trials, by `point_key`."""
+        self._tried: set[str] = set()  # known configurations of trials, by `point_key`
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the known parameters of the unfinished trials."""
         self._has_warned = False
-        self.has_ended_trials = False
-        """True if this worker has ended trials since the last reset to False."""
+        self.has_ended_trials = False  # true if this worker has ended trials since the last reset to False
 
     # Claims
 
@@ -138,12 +135,15 @@ class WorkerLease(Membership):
             self._end(seen.fallen_behind, seen, NOT_PROMOTED)
             trial = next(self._candidates(seen), None)
             if trial is not None:
-                if lease := self._claim(lambda it: self._claim_existing(it, seen, trial, points)):  # noqa: B023
+                row = seen.rows.get(trial.number)
+                waits = trial.state == TrialState.WAITING
+                change = partial(self._start, points) if waits else self._take_over
+                if lease := self._claim(lambda it: change(it, trial, row)):  # noqa: B023
                     return lease
-                refused[trial.number, seen.rows.get(trial.number)] += 1
+                refused[trial.number, row] += 1
                 if max(refused.values()) > MAX_REFUSALS:
                     raise StorageError(
-                        f"Trial {trial.number} of `{self._study.study_name}` cannot be claimed: its row in "
+                        f"Trial {trial.number} of `{self._name}` cannot be claimed: its row in "
                         "hpo_claims does not fit its attributes. Somebody has changed them."
                     )
                 continue  # another worker was faster
@@ -158,7 +158,6 @@ class WorkerLease(Membership):
         return None
 
     def _warn_of_hosts(self, hosts: Set[str]) -> None:
-        """Warn once if workers of other machines do not see this machine's checkpoints."""
         if not self.shares_checkpoints and not self._has_warned and hosts - {self.host}:
             self._has_warned = True
             _logger.warning("Workers of %s are in the study. %s", ", ".join(sorted(hosts)), NOT_SHARED)
@@ -190,7 +189,7 @@ class WorkerLease(Membership):
             return
         if trial.number not in seen.rows:
             clear_trial(connection, trial_id_of(trial), RUN_ATTRS)
-            this = {"study": self._study.study_name, "trial_number": trial.number}
+            this = {"study": self._name, "trial_number": trial.number}
             connection.execute(sa.insert(claims).values(**this, counts=False))
         give_up(connection, trial, Outcome.FAILED, why)
 
@@ -218,7 +217,7 @@ class WorkerLease(Membership):
     def _lease_of(self, row: sa.Row[Any]) -> Lease:
         self._lease = Lease(
             self._storage,
-            self._study.study_name,
+            self._name,
             self.token,
             self.id,
             self._storage.persist(lambda: open_trial(self._study, row.trial_number)),
@@ -233,20 +232,12 @@ class WorkerLease(Membership):
             self._lease.clock.num_sharing = self._storage.read(self._num_sharing)
         return self._lease
 
-    def _claim_existing(
-        self, connection: sa.Connection, seen: Snapshot, trial: FrozenTrial, points: Sequence[Point] | None
-    ) -> sa.Row[Any] | None:
-        row = seen.rows.get(trial.number)
-        if trial.state == TrialState.WAITING:
-            return self._start(connection, trial, row, points)
-        assert row is not None
-        return self._take_over(connection, trial, row)
-
     def _take_over(
-        self, connection: sa.Connection, trial: FrozenTrial, row: sa.Row[Any]
+        self, connection: sa.Connection, trial: FrozenTrial, row: sa.Row[Any] | None
     ) -> sa.Row[Any] | None:
         """Claim a RUNNING trial without a worker, or with a dead one."""
-        unchanged = is_unchanged(self._study.study_name, trial, row.owner)
+        assert row is not None
+        unchanged = is_unchanged(self._name, trial, row.owner)
         values: dict[str, Any] = {"owner": self.id, "paused_at": None}
         if row.owner not in (None, self.id) and not is_paused(trial):
             values |= self._death(connection, row)
@@ -263,10 +254,10 @@ class WorkerLease(Membership):
 
     def _start(
         self,
+        points: Sequence[Point] | None,
         connection: sa.Connection,
         trial: FrozenTrial,
         row: sa.Row[Any] | None,
-        points: Sequence[Point] | None,
     ) -> sa.Row[Any] | None:
         """Start a WAITING trial. It becomes one of the study's `n_trials`, unless it is one already."""
         if not self._locks_open_study(connection) or not start_trial(connection, trial_id_of(trial)):
@@ -275,7 +266,7 @@ class WorkerLease(Membership):
             this = (self._of_study, claims.c.trial_number == trial.number)
             change = sa.update(claims).where(*this).values(owner=self.id).returning(claims)
             return connection.execute(change).one_or_none()
-        if num_open(connection, self._study.study_name) <= 0:
+        if num_open(connection, self._name) <= 0:
             return None
         clear_trial(connection, trial_id_of(trial), RUN_ATTRS)  # it may be a copy of another trial
         fixed = {**known_params(trial)}
@@ -283,15 +274,15 @@ class WorkerLease(Membership):
         if points is not None:  # also points that were tried before; open parameters must run on this device
             fitting = ({**point, **fixed} for point in points)
             point = self._next_point(connection, [*filter(self.runnable, fitting)])
-        given = {"fixed_params": fixed if point is None else point}
-        set_trial_attributes(connection, trial_id_of(trial), {}, given, is_new=True)
+        system_attrs = {"fixed_params": fixed if point is None else point}
+        set_trial_attributes(connection, trial_id_of(trial), {}, system_attrs, is_new=True)
         return self._insert(connection, trial.number, point)
 
     def _begin(
         self, connection: sa.Connection, seen: Snapshot, points: Sequence[Point] | None
     ) -> sa.Row[Any] | None:
         """Begin a new trial; return None if the study has none left for this worker."""
-        if not self._locks_open_study(connection) or num_open(connection, self._study.study_name) <= 0:
+        if not self._locks_open_study(connection) or num_open(connection, self._name) <= 0:
             return None
         if points is None:
             point, source = self._next_published(connection, seen)
@@ -309,28 +300,26 @@ class WorkerLease(Membership):
         allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
         if all(point_key(point) in self._tried for point, _ in allowed):
             return None, {}
-        given = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
-        tried = num_trials_of_points(connection, self._study.study_name)
-        self._tried.update(tried, map(point_key, given))
+        fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
+        tried = num_trials_of_points(connection, self._name)
+        self._tried.update(tried, map(point_key, fixed))
         left = ((point, {SOURCE_ATTR: f"portfolio: {source}"}) for point, source in allowed)
         return next((one for one in left if point_key(one[0]) not in self._tried), (None, {}))
 
     def _locks_open_study(self, connection: sa.Connection) -> bool:
-        """Lock the trials of the study; return false if it is not open."""
         if not lock_trials(connection, self._study_id):
             return False
         return bool(connection.execute(sa.select(self._is_open())).scalar())
 
     def _is_open(self) -> sa.ColumnElement[bool]:
-        return is_stored(self._study.study_name, self.token, studies.c.state == "open")
+        return is_stored(self._name, self.token, studies.c.state == "open")
 
     def _next_point(self, connection: sa.Connection, points: Sequence[Point]) -> Point | None:
-        """Return the next point that this worker can run, or None."""
-        num_trials = num_trials_of_points(connection, self._study.study_name)
+        num_trials = num_trials_of_points(connection, self._name)
         return next(filter(self.runnable, unused_points(points, num_trials)), None)
 
     def _insert(self, connection: sa.Connection, number: int, point: Point | None) -> sa.Row[Any]:
-        values = {"study": self._study.study_name, "trial_number": number, "owner": self.id}
+        values = {"study": self._name, "trial_number": number, "owner": self.id}
         key = None if point is None else point_key(point)
         return connection.execute(sa.insert(claims).values(**values, point=key).returning(claims)).one()
 
@@ -352,10 +341,9 @@ class WorkerLease(Membership):
 
     def _end(self, trials: Sequence[FrozenTrial], seen: Snapshot, reason: str) -> None:
         """End trials without a worker, unless another worker was faster."""
-        study = self._study.study_name
         for trial in trials:
             owner = seen.rows[trial.number].owner
-            self._storage.write(lambda it: end_unclaimed(it, study, trial, owner, reason))  # noqa: B023
+            self._storage.write(lambda it: end_unclaimed(it, self._name, trial, owner, reason))  # noqa: B023
             self.has_ended_trials = True
 
     def _finish(self, seen: Snapshot) -> None:
@@ -367,10 +355,9 @@ class WorkerLease(Membership):
             self._end([trial for trial in seen.waiting if trial.number in seen.rows], seen, BUDGET_SPENT)
         if self.budget is not None:  # it has fewer trials than `n_trials` allows
             counted = sa.select(sa.func.count()).where(self._of_study, claims.c.counts).scalar_subquery()
-            this = (studies.c.name == self._study.study_name, studies.c.n_trials > counted)
-            self._storage.write(
-                lambda it: it.execute(sa.update(studies).where(*this).values(n_trials=counted))
-            )
+            this = (studies.c.name == self._name, studies.c.n_trials > counted)
+            change = sa.update(studies).where(*this).values(n_trials=counted)
+            self._storage.write(lambda it: it.execute(change))
 
     def release(self, lease: Lease, result: TrialResult | None = None) -> None:
         """Release a trial for the next worker. With `result`, it has paused."""
@@ -396,8 +383,7 @@ class WorkerLease(Membership):
         """Store the outcome of a trial's run.
 
         A `preempted` or `paused` trial stays RUNNING without a worker. A `failed` one gets a retry, at most
-        `max_retries` times. Raises LeaseLostError, and stores nothing, if another worker has
-        the trial.
+        `max_retries` times. Raises LeaseLostError, and stores nothing, if another worker has the trial.
         """
         if result.outcome in (Outcome.PREEMPTED, Outcome.PAUSED):
             self.release(lease, result if result.outcome == Outcome.PAUSED else None)

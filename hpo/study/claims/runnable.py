@@ -20,10 +20,8 @@ def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
 class Runnable:
     """Test of parameters: a device without some precisions can run the trial."""
 
-    precisions: Sequence[str] = ()
-    """All precisions of the study; empty: the device decides."""
-    left_out: frozenset[str] = frozenset()
-    """Precisions missing on the device, by `choice_name`."""
+    precisions: Sequence[str] = ()  # all precisions of the study; empty: the device decides
+    left_out: frozenset[str] = frozenset()  # precisions missing on the device, by `choice_name`
 
     def __call__(self, params: Mapping[str, Any]) -> bool:
         """Return true if the device can run a trial with these parameters. Some may be missing."""

@@ -23,8 +23,8 @@ from hpo.study.sampling.infeasible import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import Promotion, Rung, Standings, check_attributes, is_paused
 from hpo.study.store.optuna_internals import read_trials
-from hpo.study.store.schema import claims, studies, workers
-from hpo.study.store.storage import Storage
+from hpo.study.store.schema import claims, workers
+from hpo.study.store.storage import Storage, num_begun, num_open
 
 DEATH_CHECK_SECONDS = 1.0
 """Time between two checks for dead workers. With many workers, each checks less often."""
@@ -36,37 +36,23 @@ DEATH_CHECKS_AT_ONCE = 8
 class Snapshot:
     """A study as seen by a worker without a trial."""
 
-    trials: Mapping[int, FrozenTrial]
-    """Trials of hpo, by number."""
-    rows: Mapping[int, sa.Row[Any]]
-    """Claims of the unfinished trials, by the trial's number."""
-    num_open: int
-    """Number of the study's `n_trials` that have not begun."""
-    new: Sequence[Point]
-    """Possible parameters of a new trial; [{}]: any."""
-    is_spent: bool
-    """True if the study has spent its budget."""
-    hosts: Set[str] = frozenset()
-    """Machines of other live workers."""
-    num_new: int = 0
-    """Trials that may still begin within the budget."""
-    num_planned: int = 0
-    """Begun trials and `num_new`."""
-    may_begin: bool = False
-    """True if a live worker may begin another trial."""
-    free: list[FrozenTrial] = field(default_factory=list)
-    """RUNNING, without a worker, not paused."""
-    running: list[FrozenTrial] = field(default_factory=list)
-    """RUNNING with other live workers."""
-    num_unseen: int = 0
-    """Trials that began between the readings of trials and claims."""
+    trials: Mapping[int, FrozenTrial]  # trials of hpo, by number
+    rows: Mapping[int, sa.Row[Any]]  # claims of the unfinished trials, by the trial's number
+    num_open: int  # number of the study's `n_trials` that have not begun
+    new: Sequence[Point]  # possible parameters of a new trial; [{}]: any
+    is_spent: bool  # true if the study has spent its budget
+    hosts: Set[str] = frozenset()  # machines of other live workers
+    num_new: int = 0  # trials that may still begin within the budget
+    num_planned: int = 0  # begun trials and `num_new`
+    may_begin: bool = False  # true if a live worker may begin another trial
+    free: list[FrozenTrial] = field(default_factory=list)  # RUNNING, without a worker, not paused
+    running: list[FrozenTrial] = field(default_factory=list)  # RUNNING with other live workers
+    num_unseen: int = 0  # trials that began between the readings of trials and claims
     paused: list[FrozenTrial] = field(default_factory=list)
     waiting: list[FrozenTrial] = field(default_factory=list)
     """Enqueued trials, and retries of failed attempts, which count among the `n_trials` already."""
-    promoted: Sequence[FrozenTrial] = ()
-    """Paused trials that continue now."""
-    fallen_behind: Sequence[FrozenTrial] = ()
-    """Paused trials that never continue."""
+    promoted: Sequence[FrozenTrial] = ()  # paused trials that continue now
+    fallen_behind: Sequence[FrozenTrial] = ()  # paused trials that never continue
 
     def unfinished(self) -> list[Mapping[str, Any]]:
         """Return the known parameters of the trials that must run before the study is finished.
@@ -216,18 +202,6 @@ class Watch:
             promoted = () if seen.is_spent else self._standings.promoted(rungs, more_begin=seen.may_begin)
             seen.promoted = [seen.trials[number] for number in promoted]
             seen.fallen_behind = [seen.trials[number] for number in self._standings.fallen_behind(rungs)]
-
-
-def num_begun(connection: sa.Connection, study: str) -> int:
-    """Count the begun ones of a study's `n_trials`."""
-    counted = (claims.c.study == study, claims.c.counts)
-    return int(connection.execute(sa.select(sa.func.count()).where(*counted)).scalar_one())
-
-
-def num_open(connection: sa.Connection, study: str) -> int:
-    """Count the `n_trials` of a study that have not begun; negative after `n_trials` was lowered."""
-    size = connection.execute(sa.select(studies.c.n_trials).where(studies.c.name == study)).scalar()
-    return (size or 0) - num_begun(connection, study)
 
 
 def num_trials_of_points(connection: sa.Connection, study: str) -> dict[str, int]:

@@ -18,10 +18,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.errors import HpoError, OutageError, StoppedError, StorageError
 from hpo.json_safe import json_safe
 from hpo.study.claims.lease import Lease
-from hpo.study.claims.process import process_start, this_job, this_machine
 from hpo.study.claims.runnable import EVERYTHING, Runnable
 from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import study_state
+from hpo.study.store.process import process_start, this_job, this_machine
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.sqlite_disk import ADVICE
 from hpo.study.store.storage import Storage
@@ -57,22 +57,19 @@ class Membership:
     _storage: Storage
     _study: optuna.Study
     _: KW_ONLY
-    device: str | None = None
-    """`DeviceInfo.device_id` of its device, if known."""
-    runnable: Runnable = EVERYTHING
-    """Trials that it can run."""
+    device: str | None = None  # `DeviceInfo.device_id` of its device, if known
+    runnable: Runnable = EVERYTHING  # trials that it can run
 
-    number: int = field(init=False)
-    """Number of the worker in the study, from 0; unique for ever."""
+    number: int = field(init=False)  # number of the worker in the study, from 0; unique for ever
 
     def __post_init__(self) -> None:
+        self._name = self._study.study_name
         self.host = socket.gethostname()
         self.id = f"{self.host[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.study_closed = threading.Event()
-        """Set if the study was paused, cancelled or deleted."""
+        self.study_closed = threading.Event()  # set if the study was paused, cancelled or deleted
         self._lease: Lease | None = None
-        self.token = self._storage.study_token(self._study.study_name)
-        self._of_study = claims.c.study == self._study.study_name
+        self.token = self._storage.study_token(self._name)
+        self._of_study = claims.c.study == self._name
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -84,19 +81,19 @@ class Membership:
 
     def _register(self) -> None:
         """Add this worker's row, with the next number."""
-        storage, name = self._storage, self._study.study_name
+        storage, name = self._storage, self._name
         with storage.exclusive() as connection:
             # An existing row is of a committed attempt whose answer was lost.
             connection.execute(sa.delete(workers).where(workers.c.id == self.id))
             numbers = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == name)
             last: int | None = connection.execute(numbers).scalar()
             self.number = 0 if last is None else last + 1
-            me = {"id": self.id, "study": name, "number": self.number, "device": self.device}
-            me["left_out"] = json.dumps(sorted(self.runnable.left_out))
-            me |= {"host": self.host, "machine": this_machine(), "pid": os.getpid()}
-            me |= {"process_start": process_start(os.getpid()) or "", "job": this_job(), "state": "live"}
-            times = {"started": storage.now, "last_seen": storage.now}
-            connection.execute(sa.insert(workers).values({**me, **times}))
+            left_out = json.dumps(sorted(self.runnable.left_out))
+            me = {"id": self.id, "study": name, "number": self.number, "state": "live", "left_out": left_out}
+            me |= {"host": self.host, "machine": this_machine(), "device": self.device, "job": this_job()}
+            me |= {"pid": os.getpid(), "process_start": process_start(os.getpid()) or ""}
+            me |= {"started": storage.now, "last_seen": storage.now}
+            connection.execute(sa.insert(workers).values(me))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
@@ -155,6 +152,6 @@ class Membership:
 
     def _is_study_open(self, connection: sa.Connection) -> bool:
         """Return true if the study is open; otherwise set `study_closed`."""
-        if study_state(connection, self._study.study_name, self.token) != "open":
+        if study_state(connection, self._name, self.token) != "open":
             self.study_closed.set()
         return not self.study_closed.is_set()

@@ -16,14 +16,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from hpo.config.study_name import check_study_name
+from hpo.config.study_file import check_study_name
 from hpo.memory import collector_paused
 from hpo.outcome import Outcome
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
 from hpo.study.reading.study_record import (
     CAUTIONS,
     NOT_READ,
-    EvaluationRow,
     NotRead,
     StoredJson,
     StudyRecord,
@@ -36,6 +35,7 @@ from hpo.study.store import optuna_tables, schema
 from hpo.study.store.database import snapshot
 from hpo.study.store.foreign import ENDED_OUTSIDE, is_foreign
 from hpo.study.store.optuna_tables import CONSTRAINTS, constraint
+from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
 _TELEMETRY = "telemetry"

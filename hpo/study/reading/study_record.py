@@ -15,6 +15,7 @@ from hpo.errors import StorageError, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import is_at_rung
+from hpo.study.store.schema import EvaluationRow
 
 
 class StoredJson(Mapping[str, Any]):
@@ -76,20 +77,6 @@ class NotRead(Mapping[str, Any]):
 
 
 NOT_READ = NotRead()
-
-
-@dataclass(frozen=True)
-class EvaluationRow:
-    """One evaluation of one trial."""
-
-    step: int
-    """What Optuna was told; counts up within the trial."""
-    epoch: float
-    seconds: float
-    metrics: Mapping[str, Any]
-    """Task -> metric -> value, and the objectives by name."""
-    train_examples_per_second: float | None = None
-    train_tokens_per_second: float | None = None
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import violation
 from hpo.outcome import Outcome
-from hpo.study.claims.process import this_machine
 from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused
 from hpo.study.store.failures import DATABASE_ERRORS
+from hpo.study.store.process import this_machine
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import count_trials
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpo.code import use_code
-from hpo.config.allowed import check_allowed, places
+from hpo.config.allowed import check_allowed, paths_of
 from hpo.config.limits import check_energy
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import choices_without
@@ -52,7 +52,7 @@ class OpenStudy:
     stored: StoredStudy
     """Before anything of it runs here."""
     lacking: Mapping[str, str]
-    """Precisions of the study that this device does not run, with the reason; {} for a finished study."""
+    """Precisions of the study without support on this device, with the reason; {} for a finished study."""
     executor: Executor | None
     """Runs trials in this process; None if they run in others, or the study is finished or not open."""
 
@@ -67,13 +67,13 @@ class OpenOptions:
     """Options of the user and this machine for opening a study."""
 
     resize: bool = True
-    """False for a worker that joins: the stored `n_trials` stays as it is."""
+    """False for a joining worker: the stored `n_trials` stays."""
     trials_run: TrialsRun = "in this process"
     is_file: bool = False
     """True if the study is from the user's file, and not from the database (`check_trust`)."""
     trust_remote_code: bool = False
     stop: Stop | None = None
-    """A worker's stop: it waits for a database that is away."""
+    """A worker's stop: it waits during an outage of the database."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def open_study(
             or the study's code is not trusted.
     """
     resize, trials_run = options.resize, options.trials_run
-    of_file = config if options.is_file else None
+    user_study = config if options.is_file else None
     with ExitStack() as databases:
         storage = _open_existing(url, options.stop)
         stored = None
@@ -102,8 +102,8 @@ def open_study(
             if stored.state != "open":
                 yield OpenStudy(config, storage, runs_dir, stored, {}, None)
                 return
-        check_trust(config, of_file, options.trust_remote_code)
-        check_named(config, of_file)
+        check_trust(config, user_study, options.trust_remote_code)
+        check_named(config, user_study)
         trains_here = trials_run == "in this process"
         executor: Executor | None = None
         lacking: Mapping[str, str] = {}
@@ -138,15 +138,15 @@ def open_study(
         yield OpenStudy(config, storage, runs_dir, made, lacking, executor)
 
 
-def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:
-    """Raise InputError if a study of the database needs a permission that this machine's user has not given.
+def check_trust(config: StudyConfig, user_study: StudyConfig | None, trust_remote_code: bool) -> None:
+    """Raise InputError if a study of the database lacks a permission of this machine's user.
 
     Permissions concern its code (`use_code`), the code of its encoder, and folders to read and write
-    (`check_allowed`). `of_file` is the study in the user's own file, which gives permissions.
+    (`check_allowed`). `user_study` is the study in the user's own file, which gives permissions.
     """
-    check_allowed(config.name, places(config), places(of_file) if of_file else {})
-    if of_file is not None:
-        trust_remote_code = trust_remote_code or of_file.model.trust_remote_code
+    check_allowed(config.name, paths_of(config), paths_of(user_study) if user_study else {})
+    if user_study is not None:
+        trust_remote_code = trust_remote_code or user_study.model.trust_remote_code
     if config.model.trust_remote_code and not trust_remote_code:
         raise InputError(
             f"The study `{config.name}` of the database runs the code that comes with its encoder "
@@ -188,9 +188,9 @@ def _resolve_here(config: StudyConfig, trials_run: TrialsRun) -> tuple[ResolvedS
 
 
 def check_precisions(study: ResolvedStudy) -> dict[str, str]:
-    """Return the precisions of the study that its device does not run, by `choice_name`, with the reasons.
+    """Return the study's precisions without support on its device, by `choice_name`, with the reasons.
 
-    Raises InputError if it runs none, unless `amp.on_unsupported` is `fallback`. The same holds for the base
+    Raises InputError if it supports none, unless `amp.on_unsupported` is `fallback`. The same holds for base
     precisions if every trial has one.
     """
     config, device, precisions = study.config, study.device, study.precisions

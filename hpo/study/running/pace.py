@@ -69,7 +69,7 @@ class Pace:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Note an evaluation of the trial. The block reports it, which counts as progress."""
+        """Note an evaluation of the trial. Its report in the block counts as progress."""
         self._note_sign()
         yield
         self._sign_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Why a process stops: a signal, the end of its job, or the end of its parent process.
+"""The stop of a process: a signal, the end of its job, or the end of its parent process.
 
 Launchers warn with SIGINT, SIGTERM, SIGUSR1 or SIGUSR2, often with one after the other, so each asks for a
 checkpoint. Only a second SIGINT, from a person, ends the process at once, or the first while no trial runs
@@ -39,7 +39,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SLURM_END = "SLURM_JOB_END_TIME"
 
 _LONGEST_WAIT = 60.0
-"""Seconds between two readings of the clock, which may be set meanwhile."""
+"""Seconds between two readings of the clock. Somebody may set it meanwhile."""
 
 _logger = logging.getLogger(__name__)
 
@@ -54,18 +54,18 @@ class RunSummary:
     """Every trial has ended; told to stop; out of time; the rest is for other devices; the study was paused,
     cancelled or deleted."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
-    """Number of trials that ended here, by outcome. Empty for a study that was finished before."""
+    """Number of trials with an end here, by outcome. Empty for a study finished before."""
     elsewhere: tuple[str, ...] = ()
-    """The device that the remaining trials need: its precisions, or its name."""
+    """The device for the remaining trials: its precisions, or its name."""
 
     @property
     def num_failed(self) -> int:
-        """Number of trials that failed or crashed."""
+        """Number of failed and crashed trials."""
         return self.outcomes.get(Outcome.FAILED, 0) + self.outcomes.get(Outcome.CRASHED, 0)
 
     @property
     def exit_code(self) -> int:
-        """130 after a stop; 1 if more than half of the trials failed, so that not the trials are wrong."""
+        """130 after a stop; 1 if more than half of the trials failed: a fault of the study."""
         mostly_failed = 2 * self.num_failed > sum(self.outcomes.values())
         return 130 if self.ended == "stopped" else int(mostly_failed)
 
@@ -83,7 +83,7 @@ class Stop(threading.Event):
         self.until = until
         self.reason = ""
         self.signal: signal.Signals | None = None
-        """The signal that set it; None: the time, or the parent process."""
+        """The signal; None: the time, or the parent process."""
         self.deadline = time.monotonic() + (timeout or math.inf)
         """No trial begins after this, by the monotonic clock."""
         self.can_checkpoint = False

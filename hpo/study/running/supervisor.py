@@ -40,10 +40,10 @@ from hpo.device import (
 )
 from hpo.errors import HpoError, InputError, OutageError, RunError
 from hpo.precision.table import AmpConfig
-from hpo.study.claims.process import this_job
 from hpo.study.reading.watch import StudyWatch, outcome_of
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary, Stop
 from hpo.study.store.lifecycle import is_in_work, read_state
+from hpo.study.store.process import this_job
 from hpo.study.store.storage import Storage
 
 MAX_RESTARTS = 10
@@ -64,7 +64,7 @@ class DeviceShare:
     workers_on_device: int
     """Number of workers on its device, itself included."""
     cuda_device: str | None = None
-    """The only GPU that it sees, as CUDA_VISIBLE_DEVICES names it; None: all of the parent process."""
+    """Its only visible GPU, by its name in CUDA_VISIBLE_DEVICES; None: all of the parent process."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -114,7 +114,7 @@ def share_devices(
 
 
 def share_memory(amp: AmpConfig, device: DeviceInfo, num_workers: int) -> AmpConfig:
-    """Limit a worker to its share of a GPU's memory, or to the share that `amp` gives.
+    """Limit a worker to its share of a GPU's memory, or to the share in `amp`.
 
     Raises InputError if the workers and their CUDA contexts may together take more than there is: a trial
     that found no memory because of its neighbour would be stored as one that does not fit.
@@ -160,7 +160,7 @@ class _Worker:
             )
 
     def may_restart(self) -> bool:
-        """Count a restart, unless those of the last hour are used up."""
+        """Count a restart, unless the last hour had too many."""
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_SECONDS:
             self._restarts.popleft()
@@ -243,24 +243,17 @@ def worker_command(study: str, timeout: float, until: float | None) -> list[str]
     return command
 
 
+@dataclass
 class _Supervisor:
     """The supervisor of the workers of one study."""
 
-    def __init__(
-        self,
-        config: StudyConfig,
-        storage: Storage,
-        processes: WorkerProcesses,
-        stop: Stop,
-        deadline: float,
-    ) -> None:
-        self.config = config
-        self.storage = storage
-        self.processes = processes
-        self.stop = storage.stop = stop
-        self.deadline = deadline
-        self.broken: _Worker | None = None  # it has used up its restarts
-        self.workers: list[_Worker] = []
+    config: StudyConfig
+    storage: Storage
+    processes: WorkerProcesses
+    stop: Stop
+    deadline: float
+    broken: _Worker | None = None
+    """A worker without restarts left."""
 
     def run(self, folder: Path) -> None:
         """Run the workers, with their logs in `folder`, until all have ended.
@@ -268,6 +261,7 @@ class _Supervisor:
         After an error here, running workers have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are
         killed.
         """
+        self.storage.stop = self.stop
         self.workers = self._workers(folder)
         started = []
         try:

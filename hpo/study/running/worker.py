@@ -37,11 +37,11 @@ from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints, note_dat
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, open_remote_store
 from hpo.study.claims.budget import StudyBudget
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.runnable import Runnable
 from hpo.study.reading.row_statistics import store_row_statistics
-from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.open_study import OpenStudy
 from hpo.study.running.pace import Pace
@@ -51,7 +51,7 @@ from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
 from hpo.study.sampling.promotion import BUDGET_SPENT, RESUMED_ATTR, WHOLE_ATTR, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
-from hpo.study.store.lifecycle import end_unfinished
+from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import bind_data
 from hpo.training.evaluate import Evaluation
@@ -71,7 +71,7 @@ class WorkerOptions:
     deadline: float = math.inf
     """No trial begins after this time of the monotonic clock, or after the study's `timeout`."""
     after_trial: Callable[[], None] = lambda: None
-    """Called when a trial has ended here, or on a worker that this one waited for. It may be called twice."""
+    """Called after the end of a trial, here or on another worker. It may be called twice."""
     poll_seconds: float = 2.0
 
 
@@ -284,7 +284,7 @@ class TrialRunner:
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         """Run a claimed trial to its outcome.
 
-        Raises an error that concerns more than this trial: a lost lease, device or database, wrong input.
+        Raises an error if it concerns more than this trial: a lost lease, device or database, wrong input.
         """
         executor, storage, device = self._executor, self._storage, self._executor.device.device_id
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
@@ -312,29 +312,28 @@ class TrialRunner:
             result = with_shared_device(result, executor.study.named_metrics)
         return result
 
-    def _report(self, lease: Lease, attributes: Mapping[str, Any], scored: Evaluation) -> None:
+    def _report(self, lease: Lease, attributes: Mapping[str, Any], evaluation: Evaluation) -> None:
         """Store an evaluation. Raises Pruned if the pruner stops the trial, Paused if it pauses."""
-        evaluation = scored
         row = EvaluationRow(
             step=evaluation.step,
             epoch=evaluation.epoch,
             seconds=evaluation.seconds,
-            metrics={**dict(zip(self._metrics, scored.values, strict=True)), **evaluation.metrics},
+            metrics={**dict(zip(self._metrics, evaluation.values, strict=True)), **evaluation.metrics},
             train_examples_per_second=evaluation.rates.get("train_examples_per_second"),
             train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
         )
         lease.check()
         with self.pace.reporting():
-            is_pruned = lease.report(row, evaluation.index, scored.values[0])
-        if scored.is_last:
+            is_pruned = lease.report(row, evaluation.index, evaluation.values[0])
+        if evaluation.is_last:
             return
         whole = attributes.get(WHOLE_ATTR, False)
         if is_pruned and not whole:
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
-        if lease.promotion is not None and not whole and all(map(is_number, scored.values)):
+        if lease.promotion is not None and not whole and all(map(is_number, evaluation.values)):
             rung = lease.promotion.pauses_at(evaluation.budget_used, attributes.get(RESUMED_ATTR, 0.0))
             if rung is not None:
-                lease.pause(rung, scored.values)  # before the checkpoint, so that its next worker knows
+                lease.pause(rung, evaluation.values)  # before the checkpoint, so that its next worker knows
                 raise Paused(f"paused at {evaluation.budget_used:.0%} of its training.")
         if lease.is_budget_spent():
             raise Paused(BUDGET_SPENT)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.known import EarlierResults, fitting
+from hpo.config.first import EarlierResults, fitting
 from hpo.config.limits import violation
 from hpo.errors import StorageError, StudyFileError
 

@@ -65,8 +65,8 @@ def parse_url(url: str) -> sa.URL:
         raise StorageError(
             f"The storage URL must have no space around it and no control character, but is `{shown}`."
         )
-    hides_password = "(?i)postgres.*[?&]\\w*(pass|secret)\\w*=[^&]* "
-    if url.startswith("postgres") and (url.count("@") > 1 or re.search(hides_password, url)):
+    space_in_password = r"(?i)[?&]\w*(pass|secret)\w*=[^&]* "
+    if url.startswith("postgres") and (url.count("@") > 1 or re.search(space_in_password, url)):
         # Not shown: a part of the password may look like the host.
         raise StorageError("In the storage URL, write `@` in a password as `%40` and a space as `%20`.")
     try:
@@ -87,7 +87,7 @@ def parse_url(url: str) -> sa.URL:
 
 def _unusable(url: str, problem: str, advice: str = "") -> StorageError:
     return StorageError(
-        f"The storage must be a URL such as {_EXAMPLES}, but `{redact(url)}` is none: {problem}.{advice}"
+        f"The storage must be a URL such as {_EXAMPLES}, but got `{redact(url)}`: {problem}.{advice}"
     )
 
 

@@ -42,5 +42,5 @@ def claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set
     of_hpo = studies.join(hpo_studies, hpo_studies.c.name == studies.c.study_name)
     with_claims = of_hpo.outerjoin(claims, sa.and_(claims.c.study == studies.c.study_name, these))
     query = sa.select(claims.c.trial_number).select_from(with_claims).where(studies.c.study_id == study_id)
-    found = {*connection.execute(query).scalars()}
-    return found - {None} if found else None
+    claimed_numbers = {*connection.execute(query).scalars()}
+    return claimed_numbers - {None} if claimed_numbers else None

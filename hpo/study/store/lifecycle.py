@@ -17,21 +17,17 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 from pydantic import ValidationError
 
-from hpo.config.allowed import check_allowed, checkpoint_place
-from hpo.config.checkpoint_config import CheckpointConfig
-from hpo.config.study_file import show
-from hpo.config.study_name import check_study_name
+from hpo.config.allowed import check_allowed, checkpoint_path
+from hpo.config.sections import CheckpointConfig
+from hpo.config.study_file import check_study_name, show
 from hpo.errors import RunError, StorageError, printable
-from hpo.study.claims.ending import end_unclaimed
-from hpo.study.claims.snapshot import num_open
 from hpo.study.store import optuna_internals
 from hpo.study.store.foreign import in_state, is_foreign
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
 from hpo.study.store.schema import claims, delete_rows, studies, workers
-from hpo.study.store.storage import Storage, is_stored
+from hpo.study.store.storage import Storage, is_stored, num_open
 
-CANCELLED = "the study was cancelled"
 StudyState = Literal["open", "paused", "cancelled"]
 
 
@@ -98,33 +94,6 @@ def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[s
     return processes(storage.live_workers(connection, workers.c.study == name).values())
 
 
-def end_unfinished(storage: Storage, name: str) -> int:
-    """End the unfinished trials of a cancelled study that have no live worker; return their number.
-
-    Trials at a rung end as PRUNED. The others are given up (`end_unclaimed`).
-    """
-    if read_state(storage, name) != "cancelled" or not storage.has_study(name):
-        return 0
-    trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
-    unfinished = {trial.number: trial for trial in trials if not trial.state.is_finished()}
-
-    def end(connection: sa.Connection) -> int:
-        # This lock comes first, so that nobody opens the study or claims a trial meanwhile.
-        cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
-        if not connection.execute(cancelled.values(state="cancelled")).rowcount:
-            return 0
-        alive = storage.live_workers(connection, workers.c.study == name)
-        query = sa.select(claims.c.trial_number, claims.c.owner).where(claims.c.study == name)
-        rows = connection.execute(query.where(claims.c.trial_number.in_(list(unfinished)))).all()
-        return sum(
-            end_unclaimed(connection, name, unfinished[row.trial_number], row.owner, CANCELLED)
-            for row in rows
-            if row.owner not in alive
-        )
-
-    return storage.write(end) if unfinished else 0
-
-
 def delete_study(storage: Storage, name: str) -> None:
     """Remove all rows of a study, Optuna's and ours. Raises RunError if workers are in the study."""
     storage.watch_workers(workers.c.study == name)
@@ -146,7 +115,7 @@ def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
     """
     check_study_name(name)
     stored = checkpoint_config(name, storage.read_definition(name))
-    check_allowed(name, checkpoint_place(stored))
+    check_allowed(name, checkpoint_path(stored))
     return stored.folder_of(name, storage.study_token(name), runs_dir)
 
 

@@ -127,10 +127,10 @@ class OwnTrials(_CachedStorage):
         begun = [trial for trial in trials if trial.state != TrialState.WAITING]
         if unknown := [trial for trial in begun if trial.number not in known]:
             with self._backend.engine.connect() as connection:
-                found = claimed(connection, study_id, [trial.number for trial in unknown])
-            if found is None:
+                numbers = claimed(connection, study_id, [trial.number for trial in unknown])
+            if numbers is None:
                 return super().get_all_trials(study_id, deepcopy, states)
-            is_claimed = ((trial, trial.number in found) for trial in unknown)
+            is_claimed = ((trial, trial.number in numbers) for trial in unknown)
             known |= {trial.number: has for trial, has in is_claimed if has or trial.state.is_finished()}
         own = (trial for trial in trials if known.get(trial.number, trial.state == TrialState.WAITING))
         shown = [trial for trial in map(_as_hpo_ended, own) if states is None or trial.state in states]
@@ -241,8 +241,8 @@ def set_trial_attributes(
     is_new: bool = False,
 ) -> None:
     """Set attributes of a trial. With `is_new`, none of these names exists yet."""
-    for table, given in ((user_attributes, user_attrs), (system_attributes, system_attrs)):
-        stored = {key: json.dumps(value) for key, value in (given or {}).items()}
+    for table, attributes in ((user_attributes, user_attrs), (system_attributes, system_attrs)):
+        stored = {key: json.dumps(value) for key, value in (attributes or {}).items()}
         rows = [{"trial_id": trial_id, "key": key, "value_json": text} for key, text in stored.items()]
         if rows and not is_new:
             names = [row["key"] for row in rows]

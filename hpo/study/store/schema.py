@@ -5,6 +5,10 @@ A change of the tables needs a new `VERSION`: `opening` refuses a database of an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import sqlalchemy as sa
 
 VERSION = "v12"
@@ -81,6 +85,19 @@ evaluations = sa.Table(
     sa.Column("train_examples_per_second", sa.Float),
     sa.Column("train_tokens_per_second", sa.Float),
 )
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """One evaluation of one trial."""
+
+    step: int  # step of the trial; increases with each evaluation
+    epoch: float
+    seconds: float
+    metrics: Mapping[str, Any]  # task -> metric -> value, and the objectives by name
+    train_examples_per_second: float | None = None
+    train_tokens_per_second: float | None = None
+
 
 detailed_evaluations = sa.Table(
     "hpo_detailed_evaluations",

@@ -19,19 +19,19 @@ from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy as sa
-from optuna import Study as OptunaStudy
+from optuna.study import Study
 from sqlalchemy.exc import IntegrityError
 
 from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.redaction import redact
-from hpo.study.claims.process import is_running, this_machine
 from hpo.study.store import optuna_tables
 from hpo.study.store.availability import Availability
 from hpo.study.store.failures import DATABASE_ERRORS, explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
 from hpo.study.store.opening import open_database, optuna_storage
 from hpo.study.store.optuna_internals import OwnTrials
+from hpo.study.store.process import is_running, this_machine
 from hpo.study.store.schema import claims, compat, studies, workers
 
 T = TypeVar("T")
@@ -88,6 +88,18 @@ def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> d
     return {name: dict(of_study) for name, of_study in counts.items()}
 
 
+def num_begun(connection: sa.Connection, study: str) -> int:
+    """Count the begun ones of a study's `n_trials`."""
+    counted = (claims.c.study == study, claims.c.counts)
+    return int(connection.execute(sa.select(sa.func.count()).where(*counted)).scalar_one())
+
+
+def num_open(connection: sa.Connection, study: str) -> int:
+    """Count the `n_trials` of a study that have not begun; negative after `n_trials` was lowered."""
+    size = connection.execute(sa.select(studies.c.n_trials).where(studies.c.name == study)).scalar()
+    return (size or 0) - num_begun(connection, study)
+
+
 def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:
     """Connect to the study database at `url` and create missing tables.
 
@@ -105,10 +117,8 @@ def open_storage(url: str, *, create: bool = True, stop: threading.Event | None 
 class Storage:
     """An open study database."""
 
-    lease_seconds = 60.0
-    """A worker is dead after this silence, unless its process runs on this machine."""
-    patience_seconds = 3600.0
-    """Longest wait of a call for an unavailable database (restart, network)."""
+    lease_seconds = 60.0  # a worker is dead after this silence, unless its process runs on this machine
+    patience_seconds = 3600.0  # longest wait of a call for an unavailable database (restart, network)
 
     def __init__(self, url: str, create: bool, stop: threading.Event | None) -> None:
         self.url = url
@@ -284,7 +294,7 @@ class Storage:
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
 
-    def load_study(self, name: str) -> OptunaStudy:
+    def load_study(self, name: str) -> Study:
         """Load the study. Raises StorageError like `check_study`."""
         self.check_study(name)
         return self.persist(lambda: optuna.load_study(study_name=name, storage=self.optuna))

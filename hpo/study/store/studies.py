@@ -12,7 +12,7 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 
-from hpo.config.budget import BudgetConfig
+from hpo.config.sections import BudgetConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import StorageError, StudyChangedError
 from hpo.redaction import redact
@@ -103,10 +103,8 @@ class StoredStudy:
 
     definition: dict[str, Any]
     state: str
-    counts: dict[str, int]
-    """See `Storage.trial_counts`."""
-    has_trained: bool
-    """True if a trial has a checkpoint or an evaluation."""
+    counts: dict[str, int]  # see `Storage.trial_counts`
+    has_trained: bool  # true if a trial has a checkpoint or an evaluation
 
 
 def read_stored(storage: Storage, name: str) -> StoredStudy | None:

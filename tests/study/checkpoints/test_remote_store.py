@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.sections import CheckpointConfig
 from hpo.errors import CheckpointError, InputError, LeaseLostError
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, open_remote_store
 from hpo.training.checkpoint import FILES, CheckpointStore

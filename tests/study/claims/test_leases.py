@@ -21,15 +21,15 @@ from support.worker_process import (
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, OutageError
 from hpo.study.claims import snapshot
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.sampling.samplers import build_pruner
-from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import Progress
 
@@ -138,14 +138,10 @@ def owners(storage: Storage) -> list[str | None]:
         return list(connection.execute(query).scalars())
 
 
-@pytest.mark.parametrize("state", [TrialState.FAIL, TrialState.COMPLETE])
-def test_trial_ended_by_the_dashboard_counts_and_does_not_run_again(
-    storage: Storage, opened: optuna.Study, state: TrialState
-) -> None:
+def test_trial_ended_by_the_dashboard_does_not_run_again(storage: Storage, opened: optuna.Study) -> None:
     with worker_on(storage, opened) as worker:
         lease, _ = begin(worker)
-        values = [0.9] if state == TrialState.COMPLETE else None
-        optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, values, state)
+        optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, 0.9)
         with pytest.raises(LeaseLostError, match="ended by somebody else"):
             worker.record_outcome(lease, result("nonfinite"))
         assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}
@@ -272,27 +268,6 @@ def test_enqueued_trials_begin_first(storage: Storage) -> None:
         assert opened.trials[0].user_attrs["memo"] == "asked for"
         assert worker.claim().number == 1
     assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 1}
-
-
-def test_concurrent_trials_are_pruned_like_by_plain_optuna(storage: Storage) -> None:
-    values = [0.8, 0.7, 0.6, 0.5, 0.4]
-    config = study(5, pruner={"name": "asha", "min_resource": 1, "reduction_factor": 2})
-    plain = optuna.create_study(direction="maximize", pruner=build_pruner(config.pruner))
-    expected = []
-    for trial, value in zip([plain.ask() for _ in values], values, strict=True):
-        trial.report(value, 1)
-        expected.append(trial.should_prune())
-    assert {*expected} == {True, False}
-    with ExitStack() as stack:
-        trials = []
-        for _ in values:
-            own = stack.enter_context(open_storage(storage.url))
-            opened = create_or_resume_study(own, config)
-            opened.pruner = build_pruner(config.pruner)
-            worker = stack.enter_context(WorkerLease(own, opened, max_retries=0))
-            trials.append((own, begin(worker)[1]))
-        for (own, trial), value, is_pruned in zip(trials, values, expected, strict=True):
-            assert evaluate(own, trial, 1, value) == is_pruned
 
 
 def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:

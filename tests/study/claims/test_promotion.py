@@ -12,7 +12,7 @@ from typing import Any
 import optuna
 import pytest
 from support.worker_process import (
-    PLACES,
+    KILL_POINTS,
     begin,
     change_worker,
     die_at,
@@ -29,8 +29,8 @@ from support.worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
-from hpo.study.claims.runnable import Runnable
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, best_trials
 from hpo.study.running.stopping import RunSummary
@@ -38,7 +38,7 @@ from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.points import grid_points
 from hpo.study.sampling.promotion import RESUMED_ATTR, is_paused, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
-from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.lifecycle import set_state
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -124,15 +124,13 @@ def test_best_two_of_eight_complete(storage: Storage, tmp_path: Path) -> None:
 
 def test_promotion_comes_before_a_new_trial(storage: Storage) -> None:
     with worker_on(storage, AT_ONCE) as worker:
-        batch_sizes, numbers = [], []
+        trials = []
         for _ in range(4):
             lease, trial = begin(worker)
             worker.record_outcome(lease, train(storage, Path(os.devnull), trial, lease, None))
-            batch_sizes.append(trial.params["batch_size"])
-            numbers.append(trial.number)
-    assert numbers[:2] == [0, 1]
-    assert batch_sizes[2] == max(batch_sizes[:2])
-    assert (numbers[2], numbers[3]) == (batch_sizes.index(batch_sizes[2]), 2)
+            trials.append(trial)
+    better = max(trials[:2], key=lambda trial: trial.params["batch_size"]).number
+    assert [trial.number for trial in trials] == [0, 1, better, 2]
 
 
 def test_next_trial_is_promoted_after_a_failure(storage: Storage, tmp_path: Path) -> None:
@@ -147,26 +145,26 @@ def test_concurrent_workers_promote_the_same_trials(storage_url: str, tmp_path: 
 
 
 RARE = {"trial made": (2, 7), "half of the outcome": (1, 2), "trial ended": (1, 2)}
-"""Rare places. Each start and each promotion passes the others."""
+"""Rare points. Each start and each promotion passes the others."""
 
 
 def kills() -> Iterator[Any]:
-    """Yield the kills. On PostgreSQL only three of them are fast tests."""
-    for place in ("pause noted", *(place for place in PLACES if place not in ("training", "half suggested"))):
-        for kill_at in RARE.get(place, (2, 9)):
-            is_fast = kill_at != 2 and place in ("trial made", "half of the outcome", "pause noted")
-            marks = [pytest.mark.postgres, *([] if is_fast else [pytest.mark.slow])]
-            yield pytest.param("sqlite", place, kill_at)
-            yield pytest.param("postgres", place, kill_at, marks=marks)
+    """Yield the kills: all with SQLite, and the most dangerous ones with PostgreSQL."""
+    for point in ("pause noted", *KILL_POINTS):
+        for kill_at in RARE.get(point, (2, 9)):
+            if point not in ("training", "half suggested"):
+                yield pytest.param("sqlite", point, kill_at)
+            if kill_at != 2 and point in ("trial made", "half of the outcome", "pause noted"):
+                yield pytest.param("postgres", point, kill_at, marks=pytest.mark.postgres)
 
 
-@pytest.mark.parametrize(("kind", "place", "kill_at"), list(kills()))
-def test_kill_at_any_place_loses_no_trial(
-    request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str, kill_at: int
+@pytest.mark.parametrize(("kind", "point", "kill_at"), list(kills()))
+def test_kill_at_any_point_loses_no_trial(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, point: str, kill_at: int
 ) -> None:
     """The 2nd time is in a start, the 9th in a continued trial or its claim."""
     storage_url, log = request.getfixturevalue(f"{kind}_url"), tmp_path / "log"
-    run_until_killed(work, storage_url, log, place, kill_at)
+    run_until_killed(work, storage_url, log, point, kill_at)
     work(storage_url, log)
     with open_storage(storage_url) as storage:
         check(storage, ended={7, 8})
@@ -212,56 +210,6 @@ def test_paused_trials_of_a_cancelled_study_end_with_their_values(storage: Stora
     assert storage.is_finished(CONFIG.name)
 
 
-def test_lowered_n_trials_keeps_begun_trials(storage: Storage, tmp_path: Path) -> None:
-    pause_all(storage)
-    create_or_resume_study(storage, CONFIG.with_values(n_trials=3))
-    assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 0, "paused": 8}
-    work(storage.url, tmp_path / "log")
-    check(storage, ended={7, 8})
-
-
-def test_retry_of_a_promoted_trial_starts_anew(storage: Storage) -> None:
-    pause_all(storage)
-    with worker_on(storage) as worker:
-        lease, trial = begin(worker)
-        worker.record_outcome(lease, result("failed", traceback="Traceback"))
-        while lease := worker.claim():
-            worker.record_outcome(lease, train(storage, Path(os.devnull), lease.trial, lease, None))
-    trials = storage.load_study(CONFIG.name).trials
-    assert trials[trial.number].state.name == "FAIL"
-    assert trials[8].user_attrs["retry_of"] == trial.number
-    assert trials[8].params == trials[trial.number].params
-    complete = {trial.params["batch_size"] for trial in trials if trial.state.name == "COMPLETE"}
-    assert {7, 8} <= complete
-
-
-def test_trials_wait_for_a_capable_device(storage: Storage) -> None:
-    """A worker leaves the best two trials to another worker that can run them, as long as it lives."""
-    space = {**SPACE, "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]}}
-    config = study(8, sampler={"name": "random"}, search_space=space, pruner=PRUNER)
-    create_or_resume_study(storage, config)
-    only_fp32 = Runnable(("fp32", "fp16"), frozenset({"fp16"}))
-    with worker_on(storage, config, read_points=None) as worker:
-        for index in range(16):
-            lease, trial = begin(worker)
-            trial.suggest_categorical("fp_precision", ["fp32", "fp16"])
-            rung = 0.05 if index < 8 else 0.45
-            lease.pause(rung, [float(trial.params["fp_precision"] == "fp16")])
-            worker.record_outcome(lease, result("paused"))
-    precision_of = [trial.params["fp_precision"] for trial in storage.load_study(config.name).trials]
-    assert precision_of.count("fp16") >= 2, "the seed gives a mixture"
-    with (
-        worker_on(storage, config, read_points=None),
-        worker_on(storage, config, read_points=None, runnable=only_fp32) as other,
-    ):
-        assert other.claim() is None
-        assert [params["fp_precision"] for params in other.left] == ["fp16", "fp16"]
-    with worker_on(storage, config, read_points=None, runnable=only_fp32) as alone:
-        lease = alone.claim()
-        assert lease is not None
-        assert lease.trial.params["fp_precision"] == "fp32", "the device with fp16 is gone"
-
-
 def test_death_between_pause_and_checkpoint_does_not_count(storage: Storage) -> None:
     with worker_on(storage) as worker:
         lease, trial = begin(worker)
@@ -273,14 +221,6 @@ def test_death_between_pause_and_checkpoint_does_not_count(storage: Storage) -> 
             assert other_lease.number != trial.number
             record = read_study(storage, CONFIG.name)
     assert record.trials[trial.number].outcome == "paused"
-
-
-def test_study_ends_after_a_change_of_the_pruner(storage: Storage) -> None:
-    pause_all(storage)
-    config = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={"name": "none"})
-    summary = make_and_run(config, storage, lambda *_: result("complete"), WorkerOptions(poll_seconds=0.02))
-    assert (summary.ended, summary.outcomes) == ("finished", {})
-    assert storage.trial_counts(CONFIG.name) == {"open": 0, "running": 0, "done": 8}
 
 
 def test_trial_continues_on_the_machine_with_its_checkpoint(

@@ -13,12 +13,12 @@ from support.worker_process import begin, change_worker, evaluate, make_and_run,
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, StorageError
 from hpo.study.claims import snapshot
-from hpo.study.claims.ending import end_unclaimed
+from hpo.study.claims.ending import end_unclaimed, end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.claims.runnable import Runnable
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
-from hpo.study.store.lifecycle import end_unfinished, set_state
+from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
 
@@ -170,16 +170,6 @@ def test_trial_leaves_the_machine_of_a_dead_worker(storage: Storage) -> None:
         change_worker(storage, dead, process_start="1", host="elsewhere")
         with worker_on(storage, study(1), shares_checkpoints=False) as other:
             assert begin(other)[0].number == 0
-
-
-@pytest.mark.parametrize("options", [{}, {"read_points": lambda: [{"fp_precision": "fp16"}]}])
-def test_study_with_trials_for_another_device_is_unfinished(
-    storage: Storage, options: dict[str, Any]
-) -> None:
-    lacking = frozenset({"fp16"}) if options else frozenset(PRECISIONS)
-    with worker_on(storage, study(1), runnable=Runnable(PRECISIONS, lacking), **options) as worker:
-        assert worker.claim() is None
-        assert worker.runnable.lacks(worker.left) == tuple(name for name in PRECISIONS if name in lacking)
 
 
 # Rows of other programs

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import optuna
 import pytest
 from support.detailed_documents import document, task_document
 from support.tiny import CPU
@@ -31,7 +30,7 @@ def evaluated(name: str, split: str) -> dict[str, Any]:
 
 
 class Evaluating:
-    """A study whose best trial is evaluated; `on_batch` is called during an evaluation."""
+    """A finished study for an evaluation, which calls `on_batch`."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self.storage, self.folder = storage, folder
@@ -76,7 +75,7 @@ def evaluating(
 
 
 def finish(storage: Storage, *values: tuple[float, ...], left: int = 0) -> None:
-    """Run a study whose trials end with these values; `left` trials stay open."""
+    """Run a study with these values of its trials; `left` trials stay open."""
     goals = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
     config = study(len(values) + left, objective=goals[: len(values[0])])
     create_or_resume_study(storage, config)
@@ -162,20 +161,6 @@ def test_stop_ends_the_evaluation_at_the_next_batch(
     evaluating.run()
     assert (evaluating.evaluated, evaluating.stored) == ([("trial-0", "test")], {})
     assert "not evaluated in detail: told to stop." in caplog.text
-
-
-def test_missing_folder_and_deleted_study_are_logged(
-    evaluating: Evaluating, caplog: pytest.LogCaptureFixture
-) -> None:
-    finish(evaluating.storage, (0.1,))
-    folder, evaluating.folder = evaluating.folder, evaluating.folder / "gone"
-    evaluating.run()
-    optuna.delete_study(study_name="tiny", storage=evaluating.storage.optuna)
-    evaluating.folder = folder
-    evaluating.run()
-    assert "not evaluated in detail: FileNotFoundError" in caplog.text
-    assert "not evaluated in detail: The study `tiny`" in caplog.text
-    assert evaluating.evaluated == []
 
 
 def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

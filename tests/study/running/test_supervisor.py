@@ -87,15 +87,6 @@ def test_too_many_restarts_end_the_other_workers(
     assert caplog.text.count("it is started again") == 2
 
 
-def test_old_restarts_do_not_count(run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
-    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
-    starts = tmp_path / "starts"
-    program = f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)"
-    assert run(program, shares=TWO[:1]).ended == "elsewhere"
-    assert starts.read_text() == "xxxx"
-
-
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
 def test_failure_shows_the_log_of_this_run(
     run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
@@ -131,17 +122,6 @@ def test_end_of_workers_with_open_trials(
     assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, code, {})
     assert stop.asks_for_requeue == (job_seconds is not None)
     assert log_of(tmp_path).count("--- a worker starts") == 1
-
-
-def test_each_job_of_a_node_has_its_logs(
-    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for job in ("7", "8"):
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        run("pass", shares=TWO[:1])
-    host = socket.gethostname()
-    logs = {path.name for path in (tmp_path / "tiny").glob("*.log")}
-    assert logs == {f"worker-{host}-{job}-0.log" for job in ("7", "8")}
 
 
 @pytest.mark.parametrize("given", [None, "@file"])
@@ -255,15 +235,6 @@ def test_workers_take_turns_on_the_devices(
     monkeypatch.setattr(supervisor, "cuda_devices", lambda _: devices)
     shares = share_devices(study(2), *given)
     assert [(share.workers_on_device, share.cuda_device) for share in shares] == expected
-
-
-def test_too_much_memory_is_refused_before_any_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = study(2, amp={"memory_fraction": 0.6})
-    monkeypatch.setattr(supervisor, "probe_device", lambda _: GPU)
-    monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ("0", "1"))
-    assert len(share_devices(config, 2)) == 2
-    with pytest.raises(InputError, match=r"amp\.memory_fraction must be <= 0.4875 for 2 workers"):
-        share_devices(config, None, 2)
 
 
 def test_energy_needs_a_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:

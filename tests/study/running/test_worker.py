@@ -43,16 +43,6 @@ def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
     return result("complete")
 
 
-def test_trial_gets_the_pruner_of_the_study(storage: Storage) -> None:
-    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
-        pruners.append(type(trial.study.pruner))
-        return complete(trial, lease)
-
-    pruners: list[type] = []
-    make_and_run(study(1, pruner={"name": "median"}), storage, execute)
-    assert pruners == [optuna.pruners.MedianPruner]
-
-
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
@@ -247,7 +237,7 @@ def opened(storage: Storage, folder: Path, config: StudyConfig, **changes: Any) 
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The options of `run_worker`, which ends at once as the test's parameter."""
+    """The options of `run_worker`. It ends at once, as the test's parameter."""
     options: dict[str, Any] = {}
     summary = RunSummary(getattr(request, "param", "stopped"))
     monkeypatch.setattr(worker_module, "run_worker", lambda *_, **of: options.update(of) or summary)

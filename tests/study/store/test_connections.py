@@ -10,10 +10,11 @@ import pytest
 from support.one_connection import one_connection
 from support.worker_process import study, work, worker_on
 
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.store.copy import copy_study
-from hpo.study.store.lifecycle import delete_study, end_unfinished, set_state
+from hpo.study.store.lifecycle import delete_study, set_state
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 

@@ -15,7 +15,7 @@ from optuna.trial import TrialState, create_trial
 from support.whole_study import contents, filled, num_rows
 from support.worker_process import change_worker, run_until_killed, study
 
-from hpo.errors import InputError, StorageError
+from hpo.errors import InputError
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.store import schema
@@ -86,18 +86,13 @@ def test_target_with_a_study_of_this_name_is_refused(sqlite_url: str, other_url:
     with open_storage(sqlite_url) as source, open_storage(other_url) as target:
         filled(source)
         create_or_resume_study(target, study(2))
-        before = contents(target)
         with pytest.raises(InputError, match=r"has another study `tiny`\. Name another database"):
             copy_study(source, target, "tiny")
-        with pytest.raises(StorageError, match=r"There is no study `tin`.*Did you mean `tiny`"):
-            copy_study(source, target, "tin")
-        assert contents(target) == before
-        optuna.delete_study(study_name="tiny", storage=target.optuna)  # as the dashboard does
+        optuna.delete_study(study_name="tiny", storage=target.optuna)  # like the dashboard
         copy_study(source, target, "tiny")
         assert contents(target) == contents(source)
-        for there in (target, source):
-            with pytest.raises(InputError, match="holds the study `tiny` already"):
-                copy_study(source, there, "tiny")
+        with pytest.raises(InputError, match="holds the study `tiny` already"):
+            copy_study(source, target, "tiny")
 
 
 def test_study_with_a_live_worker_is_not_copied(sqlite_url: str, other_url: str) -> None:

@@ -22,6 +22,7 @@ from support.worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, RunError
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
@@ -29,7 +30,6 @@ from hpo.study.running.worker import WorkerOptions
 from hpo.study.store import schema
 from hpo.study.store.lifecycle import (
     delete_study,
-    end_unfinished,
     read_state,
     set_state,
     wait_for_workers,
@@ -105,9 +105,7 @@ def test_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> None:
 
 
 def test_deletion_removes_all_rows_of_one_study(storage: Storage) -> None:
-    other = study(2, name="other")
-    create_or_resume_study(storage, other)
-    run_trials(storage, other)
+    run_trials(storage, study(1, name="other"))
     before = num_rows(storage)
     config = study(3)
     create_or_resume_study(storage, config)
@@ -130,43 +128,24 @@ def test_rest_of_a_study_deleted_by_the_dashboard_is_removed(storage: Storage) -
     assert set(num_rows(storage).values()) == {0}
 
 
-def test_worker_of_a_deleted_study_leaves(storage: Storage) -> None:
-    """`delete` does not wait for a worker that seems dead."""
-    config = study(3)
-    create_or_resume_study(storage, config)
-    worker = Worker(storage.url, config)
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(schema.workers).values(state="dead"))
-    delete_study(storage, "tiny")
-    worker._thread.join(60)
-    assert not worker._thread.is_alive()
-    assert set(num_rows(storage).values()) == {0}
-
-
 def test_silent_worker_of_a_cancelled_trial_stores_nothing(storage: Storage) -> None:
     """It seemed dead, its trial ended, and the study was opened again before it returns."""
     config = study(3)
-    opened = create_or_resume_study(storage, config)
-    with WorkerLease(storage, opened, max_retries=0) as worker:
+    with WorkerLease(storage, create_or_resume_study(storage, config), max_retries=0) as worker:
         lease, _ = begin(worker)
         lease.saved_step = 20
         worker._beat_once()
         set_state(storage, "tiny", "cancelled")
-        assert end_unfinished(storage, "tiny") == 0, "a worker has it"
+        assert end_unfinished(storage, "tiny") == 0, "a live worker has it"
         change_worker(storage, worker, process_start="1")
         assert end_unfinished(storage, "tiny") == 1
         set_state(storage, "tiny", "open")
         with pytest.raises(LeaseLostError):
             worker.record_outcome(lease, result("complete"))
         worker._beat_once()
-    record = read_study(storage, "tiny")
-    assert record.counts == {"open": 3, "running": 0, "done": 0}
-    assert [(trial.state, trial.outcome, trial.values) for trial in record.trials] == [
-        ("FAIL", "preempted", None)
-    ]
-    with storage.engine.connect() as connection:
-        row = connection.execute(sa.select(schema.claims)).one()
-    assert (row.trial_number, row.owner, row.counts) == (0, None, False)
+    [trial] = read_study(storage, "tiny").trials
+    assert (trial.state, trial.outcome, trial.values) == ("FAIL", "preempted", None)
+    assert storage.trial_counts("tiny") == {"open": 3, "running": 0, "done": 0}
     assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
 
 

@@ -82,6 +82,6 @@ def test_revision_of_the_tables(sqlite_url: str) -> None:
     ("key", "value", "expected"),
     [("constraints:memory", 0.5, {"memory": 0.5}), ("constraints", [0.5, -1.0], {"0": 0.5, "1": -1.0})],
 )
-def test_constraints_equal_those_of_optuna(key: str, value: object, expected: object) -> None:
+def test_constraints_equal_constraints_of_optuna(key: str, value: object, expected: object) -> None:
     trial = optuna.trial.create_trial(value=0.0, system_attrs={key: value})
     assert optuna_tables.constraint(key, value) == expected == trial.constraints

@@ -7,9 +7,9 @@ import sqlalchemy as sa
 from support.worker_process import study, worker_on
 
 from hpo.errors import StorageError
-from hpo.study.claims.process import this_machine
 from hpo.study.reading.reader import read_study
 from hpo.study.store import sqlite_disk
+from hpo.study.store.process import this_machine
 from hpo.study.store.schema import workers
 from hpo.study.store.sqlite_disk import network_file_system
 from hpo.study.store.storage import Storage, open_storage

@@ -1,4 +1,4 @@
-"""A real MLflow server of `mlflow-skinny` on 127.0.0.1."""
+"""A real MLflow server of `mlflow-skinny` on 127.0.0.1, and the content of its runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -54,3 +55,45 @@ class MlflowServer:
                 return True
         except (URLError, OSError):
             return False
+
+
+def client() -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(os.environ["MLFLOW_TRACKING_URI"])
+
+
+def experiment_of(name: str) -> str:
+    return str(client().get_experiment_by_name(name).experiment_id)
+
+
+def runs(name: str) -> dict[str, Any]:
+    """Return the runs of an experiment's trials by name; check that the study's run is their parent."""
+    found = all_runs(name)
+    studies = {run["id"] for run in found.values() if run["tags"]["hpo.trial"].endswith("-study")}
+    trials = {name: run for name, run in found.items() if run["id"] not in studies}
+    assert len(studies) <= 1
+    if studies:
+        assert {run["tags"]["mlflow.parentRunId"] for run in trials.values()} <= studies
+    return trials
+
+
+def all_runs(name: str) -> dict[str, Any]:
+    found = client().search_runs([experiment_of(name)], max_results=1000)
+    content = {run.info.run_name: _content(run) for run in found}
+    assert len(content) == len(found), "a name twice"
+    return content
+
+
+def _content(run: Any) -> dict[str, Any]:
+    points = {
+        name: [(p.step, p.value, p.timestamp) for p in client().get_metric_history(run.info.run_id, name)]
+        for name in run.data.metrics
+    }
+    for name, history in points.items():
+        assert len({step for step, _, _ in history}) == len(history), f"{name} has a step twice"
+    times = (run.info.start_time, run.info.end_time)
+    return {"id": run.info.run_id, "status": run.info.status, "times": times, "points": points} | {
+        "params": dict(run.data.params),
+        "tags": {name: value for name, value in run.data.tags.items() if name != "mlflow.runName"},
+    }

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.worker_process import wait_for
 
-from hpo.study.claims.process import is_running, process_start, this_machine
+from hpo.study.store.process import is_running, process_start, this_machine
 
 
 def row_of(pid: int, start: str | None, **changes: Any) -> Any:
@@ -73,6 +73,6 @@ def test_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_all_processes_of_a_machine_name_it_alike() -> None:
-    code = "from hpo.study.claims.process import this_machine; print(this_machine())"
+    code = "from hpo.study.store.process import this_machine; print(this_machine())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == this_machine()

@@ -1,4 +1,4 @@
-"""What is known before a study begins: the configurations that it tries before its sampler draws any."""
+"""Configurations to try first, before the sampler of a study draws any."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hpo.section import Count, Section
 
 
 class EarlierResults(Section):
-    """Configurations to try first: the best of an earlier study. A list of mappings of settings to values may
-    stand in its place; the sampler draws the settings that are missing."""
+    """The best configurations of an earlier study. `first` may also be a list of mappings of settings to
+    values; the sampler draws missing settings."""
 
     study: str
     """An earlier study of the same database."""
     top: Count = 3
-    """So many of its best configurations. What this study does not search, or not in that range, is left
-    out."""
+    """Number of its best configurations. Settings that this study does not search, or not in that range, are
+    left out."""
 
 
 First = tuple[dict[str, Any], ...] | EarlierResults
 
 
 def parse_first(raw: Any, space: SearchSpace) -> First:
-    """The value of `first:`, its settings in the form that trials take. Raises all of its problems."""
+    """Return the validated value of `first:`. Raises all of its problems."""
     if isinstance(raw, Mapping):
         return EarlierResults.model_validate(raw)
     if not isinstance(raw, (list, tuple)):
@@ -38,42 +38,43 @@ def parse_first(raw: Any, space: SearchSpace) -> First:
             problems.append(Problem((index,), f"must be a mapping of settings, but got {show(given)}."))
             continue
         params = {str(name): value for name, value in given.items()}
+        wrong = {}
         for name in params.keys() & space.keys():
             try:
                 params[name] = setting_value(name, params[name])
             except ValueError as error:
-                problems.append(Problem((index, name), str(error)))
+                wrong[name] = str(error)
         configurations.append(params)
-        refused = {problem.where for problem in problems}
+        problems += [Problem((index, name), message) for name, message in wrong.items()]
         problems += [
             Problem((index, *problem.where), problem.message)
             for problem in fixed_problems(space, params)
-            if (index, *problem.where) not in refused
+            if problem.where[0] not in wrong
         ]
     refuse(*problems)
     return tuple(configurations)
 
 
 def fixed_problems(space: SearchSpace, params: Mapping[str, Any]) -> Iterator[Problem]:
-    """Why no trial can be given `params`, while the sampler draws what they leave out."""
+    """Report values that no trial can have. The sampler may draw missing settings."""
     params = decode(space, params)
     for name, value in params.items():
-        if said := refusal(space, {name: encode(value)}):
-            yield Problem((name,), said)
+        if error := refusal(space, {name: encode(value)}):
+            yield Problem((name,), error)
             continue
         for parent, values in space[name].when.items():
             if params.get(parent) not in values:
                 needed = " or ".join(f"{parent}={shown(value)}" for value in values)
-                given = (
+                hint = (
                     f", not with {parent}={shown(params[parent])}."
                     if parent in params
                     else ". Give that, too."
                 )
-                yield Problem((name,), f"{name} is searched only with {needed}{given}")
+                yield Problem((name,), f"{name} is searched only with {needed}{hint}")
 
 
 def fitting(space: SearchSpace, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `params` that a trial of the study can be given, as Optuna holds them."""
+    """Return the `params` that a trial of the study can have, as Optuna stores them."""
     while wrong := {problem.where[0] for problem in fixed_problems(space, params)}:
         params = {name: value for name, value in params.items() if name not in wrong}
     return {name: encode(value) for name, value in params.items()}

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from support.command_line import Finished, hpo_command, ok
-from support.worker_process import begin, change_worker, evaluate, result, study
-
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
+from support.command_line import Finished, hpo_command, ok
+from support.worker_process import begin, change_worker, evaluate, result, study
 
 METRICS = {"score": 0.5, "criteria": {"f1_macro": 0.25}}
 OBSERVED = {"linear_products": {"bfloat16": 3}, "tf32": False}

@@ -1,4 +1,4 @@
-"""Each command names the real cause first where STUDY is a broken file, a folder or nothing at all."""
+"""The first error of each command for a STUDY that is a broken file, a folder or missing."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BROKEN = {
     "syntax": ("name: m5\n  data: [\n", "Error: studies/syntax.yaml:2: this is not valid YAML: "),
     "unknown": ("name: x\nprunner: {}\n", "Error: studies/unknown.yaml:1: data: "),
     "empty": ("", "Error: studies/empty.yaml: the file is empty."),
-    "bytes": (b"\xff\xfe\0", "Error: studies/bytes.yaml: the file must be text in UTF-8, but its byte 0 "),
+    "bytes": (b"\xff\xfe\0", "Error: studies/bytes.yaml: the file must be text in UTF-8, but byte 0 "),
 }
 
 
 @pytest.fixture(scope="module", params=["without a database", "with a database"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of broken studies. Its database has another study."""
+    """A folder of broken studies. The database has another study."""
     made = tmp_path_factory.mktemp("made")
     for name in ("studies", "folder", "runs"):
         (made / name).mkdir()
@@ -46,25 +46,22 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {*WITHOUT_STUDY}))
-def test_the_error_of_a_broken_file_comes_first(folder: Path, command: str) -> None:
+def test_error_names_broken_file_or_missing_study(folder: Path, command: str) -> None:
     has_database = any((folder / "runs").iterdir())
+    options = OPTIONS.get(command, ())
     for name, (_, message) in BROKEN.items() if has_database else [("syntax", BROKEN["syntax"])]:
         for word in (name, "studies/syntax.yaml") if name == "syntax" else (name,):
-            finished = refused(hpo_command(folder, command, word, *OPTIONS.get(command, ()), width=400))
+            finished = refused(hpo_command(folder, command, word, *options, width=400))
             assert finished.err.startswith(message), (word, finished.err)
             assert "There is no study" not in finished.err
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {*WITHOUT_STUDY}))
-def test_an_absent_study_is_named(folder: Path, command: str) -> None:
-    for word in ("there", "./folder") if any((folder / "runs").iterdir()) else ("",):
-        finished = refused(hpo_command(folder, command, word, *OPTIONS.get(command, ()), width=400))
+    for word in ("there", "./folder") if has_database else ("",):
+        finished = refused(hpo_command(folder, command, word, *options, width=400))
         assert finished.err.startswith("Error: "), (word, finished.err)
         assert finished.err.count("\n") == 1
         assert word.removeprefix("./") in finished.err or "There is no study database at" in finished.err
 
 
-def test_a_stored_study_is_used_though_a_file_of_its_name_is_broken(tmp_path: Path) -> None:
+def test_stored_study_is_used_despite_broken_file(tmp_path: Path) -> None:
     (tmp_path / "studies").mkdir()
     (tmp_path / "runs").mkdir()
     (tmp_path / "studies" / "tiny.yaml").write_text("name: [")
