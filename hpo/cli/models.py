@@ -38,11 +38,11 @@ def deploy(study: hpo.Study, **options: Any) -> Answer:
     Chosen on validation, reported on test. Writes it to DIR/model, and the numbers to DIR/deploy.json.
     Ctrl-C ends the search with the forms that are scored by then; a second one leaves nothing.
     """
-    from hpo.report.deployed import shown
+    from hpo.report.deployed import deployment_parts
 
     stored = study.deploy(**options)
     code = 130 if stored.pop("was_stopped") else 0
-    return Answer(stored, shown(stored), code)
+    return Answer(stored, deployment_parts(stored), code)
 
 
 @command(

@@ -20,6 +20,19 @@ from hpo.study.reading.study_record import StudyRecord
 Comparison = Mapping[str, Any]
 """A stored result of `hpo compare`."""
 
+VERDICT_COLUMNS = [
+    "precision",
+    "metric",
+    "fp32",
+    "baseline",
+    "difference",
+    "verdict",
+    "runs",
+    "collapsed",
+    "speed",
+]
+"""Columns of a table of verdicts; sizes have `stored` too."""
+
 
 def recommendations(record: StudyRecord) -> list[str]:
     return [
@@ -35,7 +48,7 @@ def details(comparison: Comparison) -> list[str]:
     return [*verdicts, comparison["error"], *collapsed]
 
 
-def shown(result: Comparison) -> Iterator[Part]:
+def comparison_parts(result: Comparison) -> Iterator[Part]:
     """Show the result of `hpo compare`."""
     for table in comparison_tables(result):
         yield result["study"], table

@@ -29,7 +29,7 @@ REQUEST = Request("configurations")
 
 def shown(found: Any) -> str:
     with StringIO() as text, redirect_stdout(text):
-        print_parts(verdicts.shown(json_safe(found)))
+        print_parts(verdicts.comparison_parts(json_safe(found)))
         return text.getvalue()
 
 

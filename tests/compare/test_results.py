@@ -66,7 +66,7 @@ def row_of(score: Any, request: Request, **how: Any) -> dict[str, Any]:
 
 def shown(found: Any) -> str:
     with StringIO() as text, redirect_stdout(text):
-        print_parts(verdicts.shown(json_safe(found.content)))
+        print_parts(verdicts.comparison_parts(json_safe(found.content)))
         return text.getvalue()
 
 
