@@ -54,7 +54,6 @@ from hpo.report.tables import UNKNOWN, StudyTables, objective_column, precision_
 from hpo.report.terminal import Rows
 from hpo.report.trial_precision import effective_precision, precision_facts, unusual_formats
 from hpo.report.verdicts import (
-    VERDICT_COLUMNS,
     comparison_tables,
     details,
     recommendations,
@@ -82,7 +81,9 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
             "precision": tables.by_precision,
             "trials": tables.trials,
             "evaluations": tables.evaluations,
-            "verdicts": pd.DataFrame(verdicts) if verdicts else pd.DataFrame(columns=VERDICT_COLUMNS),
+            "verdicts": pd.DataFrame(
+                verdicts, columns=None if verdicts else ["precision", "metric", "verdict"]
+            ),
         }
         files = {f"tables/{name}.csv": frame.to_csv(index=False) for name, frame in frames.items()}
         files["report.html"] = report_html(tables, study_file)
