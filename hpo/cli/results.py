@@ -75,7 +75,8 @@ def best(study: StoredStudy, *, reproduce: bool, into: Path | None = None, **opt
     if into and not reproduce:
         raise InputError("--into is an option of --reproduce: give --reproduce, too.")
     used: dict[str, Any] = {}
-    if isinstance(study, hpo.Study):
+    if any((reproduce, *options.values())):
+        assert isinstance(study, hpo.Study)  # its import takes seconds
         if reproduce:
             return _reproduced(study, into, options)
         record, used = study.use_best(**options)
