@@ -57,7 +57,8 @@ class StoredStudy:
 
     def __repr__(self) -> str:
         url = redact(self._storage or os.environ.get("HPO_STORAGE") or DEFAULT_URL)
-        return f"Study({self._word or self.file.name!r}, storage={url!r})"
+        name = self._word or (self._file.name if self._file is not None else "")
+        return f"Study({name!r}, storage={url!r})"
 
     @cached_property
     def _file(self) -> StudyConfig | None:

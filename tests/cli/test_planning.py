@@ -79,4 +79,4 @@ def test_plan_measures_first_and_then_uses_the_trials(tmp_path: Path) -> None:
     assert after.json["spent_hours"] > 0
     text = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--hours", "0.01"))
     assert "of the budget of 36 s" in text.out
-    assert "The losses that `hpo compare` cannot exclude are not known here: " in text.err
+    assert "The losses that `hpo compare` cannot exclude are " in text.err
