@@ -138,9 +138,9 @@ def _inferred_classes(task: TaskFacts) -> Iterator[str]:
         )
     if KINDS[task.kind].is_list:
         parts = {label: [part.strip() for part in re.split("[,;/]", label)] for label in task.labels}
-        numbers = Counter(part for of_label in parts.values() for part in set(of_label))
-        for label, of_label in parts.items():
-            if len(of_label) > 1 and max(numbers[part] for part in of_label) > 1:
+        numbers = Counter(part for pieces in parts.values() for part in set(pieces))
+        for label, pieces in parts.items():
+            if len(pieces) > 1 and max(numbers[part] for part in pieces) > 1:
                 yield (
                     f"`{task.name}`: `{label}` is one class. If it names several, give a list, or separate "
                     "them by `|` (in csv, or as `data.csv.list_separator` says). If it is a class, list it "

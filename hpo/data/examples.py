@@ -92,9 +92,11 @@ class RowChecker:
         for task in self._span_tasks:
             if task.name in (span_tasks or ()) and (task.evidence_for is None or task.evidence_for in labels):
                 annotated.add(task.name)
-            of_task = sorted((start, end, name) for name in task.labels for start, end in spans.get(name, ()))
-            if of_task:
-                problems += self._kinds[task.name].span_problems(of_task, labels, segments)
+            task_spans = sorted(
+                (start, end, name) for name in task.labels for start, end in spans.get(name, ())
+            )
+            if task_spans:
+                problems += self._kinds[task.name].span_problems(task_spans, labels, segments)
         if problems:
             return None, problems
         for task in self._span_tasks if spans else ():
