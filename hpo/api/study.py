@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 
 from hpo.api import comparing, deploying, models, showing
+from hpo.api.managed import ManagedStudy
 from hpo.api.opening import (
     RUNS,
     check_positive,
@@ -41,7 +42,6 @@ from hpo.api.running import (
     work_result,
     worker_processes,
 )
-from hpo.api.stored import StoredStudy
 from hpo.cluster.batch.slurm import requeue_this_job
 from hpo.compare.planning import Request
 from hpo.config.choices import Question, TrackerName
@@ -73,7 +73,7 @@ from hpo.trial.verify import PrecisionCheck, check_precision, verify
 _logger = logging.getLogger(__name__)
 
 
-class Study(StoredStudy):
+class Study(ManagedStudy):
     """A study file, or a mapping with its keys, and the study's database.
 
     Args:

@@ -29,7 +29,6 @@ from hpo.errors import InputError, RunError
 from hpo.study.running.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from hpo.api.stored import StoredStudy
     from hpo.cluster.postgres.postgres_server import PostgresServer
 
 database = typer.Typer(help="Start and stop a private PostgreSQL.", no_args_is_help=True)
@@ -46,7 +45,7 @@ def init(study: hpo.Study, **options: Any) -> Answer:
     return Answer(study_status(record), text)
 
 
-@stored_study_command(*WORK, *TRUST, needs_torch=True)
+@stored_study_command(*WORK, *TRUST)
 def worker(study: hpo.Study, **options: Any) -> Any:
     """Join a study as one or more workers; leave when it is done."""
     return study.work(**options)
@@ -65,31 +64,31 @@ def studies(storage: str | None = None) -> Answer:
 
 
 @stored_study_command()
-def pause(study: StoredStudy) -> Any:
+def pause(study: hpo.Study) -> Any:
     """Pause a study: its workers checkpoint their trials and leave."""
     return study.pause()
 
 
 @stored_study_command()
-def resume(study: StoredStudy) -> Any:
+def resume(study: hpo.Study) -> Any:
     """Open a paused or cancelled study again. Start its workers anew."""
     return study.resume()
 
 
 @stored_study_command()
-def cancel(study: StoredStudy) -> Any:
+def cancel(study: hpo.Study) -> Any:
     """Pause a study and end its unfinished trials."""
     return study.cancel()
 
 
 @stored_study_command(to=option(str, "URL", "The other database, in the form of --storage."))
-def copy(study: StoredStudy, to: str) -> Any:
+def copy(study: hpo.Study, to: str) -> Any:
     """Copy a whole study to another database; the copy uses the same checkpoints."""
     return study.copy(to)
 
 
 @stored_study_command(yes=flag("--yes", "Do not ask."))
-def delete(study: StoredStudy, *, yes: bool, as_json: bool) -> Any:
+def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
     """Remove a study from the database, and its checkpoints from this machine."""
 
     def confirm(description: str) -> None:

@@ -21,7 +21,6 @@ import typer
 
 from hpo.errors import RunError, printable
 from hpo.json_safe import json_safe
-from hpo.memory import collector_paused
 
 if TYPE_CHECKING:
     from hpo.report.terminal import Part
@@ -135,13 +134,13 @@ def command(
     *names: str,
     group: typer.Typer = app,
     of_study: Any = None,
-    needs_torch: bool | Sequence[str] = True,
+    needs_models: bool | Sequence[str] = True,
     **own: Any,
 ) -> Callable[[Function], Function]:
     """Make a function a command with the options `names` of `OPTIONS` and its `own`.
 
     With `of_study`, the type of the argument STUDY, the function receives a `hpo.Study` first. It receives a
-    `StoredStudy`, which is imported much faster, without `needs_torch`, or without all options in it. A
+    `StoredStudy`, which is imported much faster, without `needs_models`, or without all options in it. A
     function that prints by itself takes `as_json`.
     """
     if of_study is not None:
@@ -156,7 +155,7 @@ def command(
             given = {name: of for name, of in given.items() if of is not None and name not in left_out}
             arguments = []
             if of_study is not None:
-                is_whole = needs_torch is True or any(given.get(name) for name in needs_torch or ())
+                is_whole = needs_models is True or any(given.get(name) for name in needs_models or ())
                 arguments = [_study(given, quiet=as_json, is_whole=is_whole)]
             with ended_at_once():
                 result = function(*arguments, **given)
@@ -177,18 +176,19 @@ def command(
 
 
 study_command = functools.partial(command, of_study=StudyArgument)
-stored_study_command = functools.partial(command, of_study=StoredStudyArgument, needs_torch=False)
+stored_study_command = functools.partial(command, of_study=StoredStudyArgument)
 
 
 def _study(given: dict[str, Any], *, quiet: bool, is_whole: bool) -> Any:
     """Take the study's arguments out of `given` and return the study."""
     arguments = {name: given.pop(name) for name in ("study", "storage", "trust_remote_code") if name in given}
-    with collector_paused():
-        from hpo.api.stored import StoredStudy
+    from hpo.api.stored import StoredStudy
+    from hpo.memory import collector_paused
 
-        study = StoredStudy(**arguments, quiet=quiet)  # refuses a wrong file before the slow imports
-        if not is_whole:
-            return study
+    study = StoredStudy(**arguments, quiet=quiet)  # refuses a wrong file before the slow imports
+    if not is_whole:
+        return study
+    with collector_paused():
         from hpo.api.study import Study
     return Study(**arguments, quiet=quiet)
 

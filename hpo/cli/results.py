@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @study_command(
-    needs_torch=False,
+    needs_models=False,
     watch=flag("--watch", "Update every 5 s until the end of the study, or Ctrl-C (exit code 130)."),
 )
 def status(study: StoredStudy, *, watch: bool, as_json: bool) -> Answer | None:
@@ -52,7 +52,7 @@ def _watch(study: StoredStudy) -> None:
 
 @study_command(
     *TRUST,
-    needs_torch=("split", "folder", "merge", "reproduce"),
+    needs_models=("split", "folder", "merge", "reproduce"),
     split=optional(
         Literal["train", "validation", "test"],
         "SPLIT",
@@ -74,13 +74,14 @@ def best(study: StoredStudy, *, reproduce: bool, into: Path | None = None, **opt
 
     if into and not reproduce:
         raise InputError("--into is an option of --reproduce: give --reproduce, too.")
-    record, used = None, {}
+    used: dict[str, Any] = {}
     if any((reproduce, *options.values())):
-        assert isinstance(study, hpo.Study)
+        assert isinstance(study, hpo.Study)  # its import takes seconds
         if reproduce:
             return _reproduced(study, into, options)
         record, used = study.use_best(**options)
-    record = record or study.outline
+    else:
+        record = study.outline
     shown = best_model(record, options.get("split"), used.get("export"))
     return Answer(lambda: best_as_json(record) | used, shown, 0 if choosable_trials(record) else 1)
 
@@ -143,7 +144,7 @@ def diagnose(study: hpo.Study, trial: int) -> Answer:
     return Answer({"study": study.name, **asdict(result)}, result.text(), 0 if result.broken else 1)
 
 
-@study_command(needs_torch=False, folder=folder("Folder.", "--out", default="runs/STUDY/report"))
+@study_command(needs_models=False, folder=folder("Folder.", "--out", default="runs/STUDY/report"))
 def report(study: StoredStudy, **options: Any) -> Answer:
     """Write one self-contained HTML file and CSV tables."""
     from hpo.api import showing
@@ -153,7 +154,7 @@ def report(study: StoredStudy, **options: Any) -> Answer:
 
 
 @study_command(
-    needs_torch=False,
+    needs_models=False,
     port=optional(int, "PORT", "0 takes a free one.", min=0, max=65535, default="8080"),
     host=optional(str, "ADDRESS", "Address to listen on; 0.0.0.0 in a container.", default="127.0.0.1"),
 )
@@ -171,7 +172,7 @@ def dashboard(study: StoredStudy, *, as_json: bool, **options: Any) -> None:
 
 
 @study_command(
-    needs_torch=False,
+    needs_models=False,
     to=option(TrackerName, "NAME", "mlflow, tensorboard or wandb; set its location by its own variables."),
     follow=flag("--follow", "Update until the end of the study."),
     folder=folder("Files of tensorboard and of wandb.", default="runs/STUDY/tensorboard, runs/STUDY"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -20,9 +20,6 @@ from hpo.cli.options import (
     stored_study_command,
     study_command,
 )
-
-if TYPE_CHECKING:
-    from hpo.api.stored import StoredStudy
 
 
 @study_command("n_trials", "hours", *WORK)
@@ -88,7 +85,7 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
 
 
 @stored_study_command("params", whole=flag("--whole", "Run the trial to its end, without pruning."))
-def enqueue(study: StoredStudy, **options: Any) -> Any:
+def enqueue(study: hpo.Study, **options: Any) -> Any:
     """Queue a configuration; the sampler fills in the rest.
 
     It becomes one of the study's trials, after the configurations before it in the queue.

@@ -107,7 +107,7 @@ def test_delete_needs_consent_and_a_study_without_workers(
         ended = refused(hpo_command(folder, "delete", "tiny", "--yes"), "`hpo cancel tiny` stops them.")
         assert "\x1b" not in ended.err, "the host comes from the database"
         assert [*kept.glob("trial-*/best-*")]
-        monkeypatch.setattr("hpo.api.stored.WAIT_SECONDS", 0.1)
+        monkeypatch.setattr("hpo.api.managed.WAIT_SECONDS", 0.1)
         ended = hpo_command(folder, "cancel", "tiny")
         assert ended.exit_code == 1
         assert "is cancelled, but after 0.1 s it has process" in ended.err

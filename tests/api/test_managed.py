@@ -1,4 +1,4 @@
-"""The life of a study in its database, which needs no PyTorch."""
+"""The life of a study in its database."""
 
 from __future__ import annotations
 
