@@ -1,7 +1,7 @@
 """Keeps a tracker up to date with a study.
 
-The database is the truth, and the tracker is a copy that may be unreachable. An update sends each run that
-has changed since the tracker last accepted it. Nothing is written to the database, and no worker waits for a
+The database is the truth, and the tracker is a copy, sometimes unreachable. An update sends all runs with
+changes since the tracker last accepted them. Nothing is written to the database, and no worker waits for a
 tracker.
 """
 
@@ -59,7 +59,7 @@ class Shown:
     runs: int
     """Number of trials in the tracker."""
     changed: int
-    """Number of trials that this command has added or changed."""
+    """Number of trials added or changed by this command."""
     is_over: bool
     """True if the study has ended."""
 

@@ -117,7 +117,7 @@ class MlflowTracker:
                 self._client = self._new_client(tracking_uri=address)
 
     def _send(self, known: _Known, run: Run) -> None:
-        """Send the metrics, params and state that MLflow does not have yet."""
+        """Send new metrics, params and the state."""
         from mlflow.entities import Metric, Param
 
         if known.steps is None:

@@ -1,4 +1,4 @@
-"""Notes in the run folders of TensorBoard and W&B: the state of the trial that a folder shows.
+"""Notes in the run folders of TensorBoard and W&B: the shown state of the trial.
 
 A folder with an outdated note is written anew, because files do not show what a killed command left in them.
 """

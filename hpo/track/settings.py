@@ -54,7 +54,7 @@ def trial_settings(definition: Mapping[str, Any], params: Mapping[str, Any]) -> 
 
 
 def _fixed(definition: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fixed settings that `searched` does not replace."""
+    """Return the fixed settings except `searched` ones."""
     left_out = ("given", "name", "tags", "search_space", "training")
     fixed = _flat({key: value for key, value in definition.items() if key not in left_out})
     training = section(definition, "training")

@@ -23,7 +23,8 @@ class TensorboardTracker:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._new_writer, self._hparams = SummaryWriter, hparams
+        self._new_writer = SummaryWriter
+        self._hparams: Any = hparams
         self._folder = folder
         self._open: dict[str, tuple[Any, int]] = {}
         """Writers of running trials by key, each with its number of written evaluations."""

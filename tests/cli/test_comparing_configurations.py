@@ -87,7 +87,7 @@ def test_the_plan_of_a_measured_search_needs_no_data(tmp_path: Path) -> None:
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     shutil.rmtree(data)
     told = ok(hpo_command(tmp_path, "plan", "tiny"))
-    assert "The losses that `hpo compare` cannot exclude are not known here: " in told.err
+    assert "The losses that `hpo compare` cannot exclude are unknown here: " in told.err
     assert "Device time in all: about" in told.out
 
 

@@ -7,8 +7,7 @@ import pytest
 from support.tiny import tiny_executor, tiny_study
 
 from hpo.config.limits import Limit, broken_limits, violation, violations
-from hpo.config.study_config import stored_study
-from hpo.errors import InputError, StudyChangedError, StudyFileError
+from hpo.errors import InputError, StudyFileError
 
 
 @pytest.mark.parametrize(
@@ -31,17 +30,6 @@ def test_bad_limits_are_refused(tmp_path: Path, given: dict[str, Any], message: 
 def test_unknown_task_is_refused_before_first_trial(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"constraints: no task .*Did you mean `criteria/f1_macro`"):
         tiny_executor(tmp_path, constraints={"criteria/f1_makro": {"min": 0.5}})
-
-
-def test_limits_of_existing_study_cannot_change(tmp_path: Path) -> None:
-    config = tiny_study(tmp_path, constraints={"peak_memory_bytes": {"max": 8.0e9}})
-    stored = config.definition()
-    assert stored_study("tiny", stored).constraints == config.resumed(stored).constraints
-    other = tiny_study(tmp_path, constraints={"peak_memory_bytes": {"max": 9.0e9}, "score": {"min": 0.1}})
-    with pytest.raises(StudyChangedError) as refused:
-        other.resumed(stored)
-    assert "~ constraints.peak_memory_bytes.max: 8000000000.0 -> 9000000000.0" in str(refused.value)
-    assert '+ constraints.score: {"min": 0.1, "max": null}' in str(refused.value)
 
 
 def test_violations_are_shares_of_limits() -> None:

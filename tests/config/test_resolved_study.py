@@ -21,12 +21,3 @@ from hpo.config.resolved_study import resolve_study
 def test_preset_decides_open_precision(changes: dict[str, Any], precisions: tuple[str, ...]) -> None:
     """The described CPU supports only fp32 natively, which is the choice of the preset `auto`."""
     assert resolve_study(study(**changes), CPU).precisions == precisions
-
-
-def test_with_amp_keeps_original_study() -> None:
-    config = study(amp={"preset": "ultra", "tf32": False})
-    resolved = resolve_study(config, CPU)
-    changed = resolved.with_amp(allow_emulated=True)
-    assert (changed.amp.tf32, changed.amp.track_stats, changed.amp.allow_emulated) == (False, True, True)
-    assert changed.config is resolved.config is config
-    assert (config.amp.track_stats, resolved.amp.allow_emulated) == (None, False)

@@ -163,24 +163,6 @@ def test_requeued_job_waits_for_database(
         check_continued(slurm, url, job)
 
 
-@pytest.mark.slow
-def test_lost_node_with_live_job(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-    """Slurm starts the job again elsewhere. Only one of the two live workers has the trial."""
-    job = submit(tmp_path, postgres_url, seconds=80)
-    slurm.wait(lambda: bool(saved_steps(tmp_path)))
-    lost = node_of(slurm, job)
-    slurm.kill_slurmd(lost)
-    slurm.wait(lambda: sum(worker.alive for worker in read(postgres_url).workers) == 2, 90)
-    assert node_of(slurm, job) != lost
-    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "COMPLETED"}, 120)
-    slurm.start_missing_nodes()
-    record = read(postgres_url)
-    assert record.counts == {"open": 0, "running": 0, "done": 1}
-    [trial] = record.trials
-    assert (trial.outcome, len(trial.evaluations)) == ("complete", 4)
-    assert "resumed_from_step" not in trial.telemetry, "the first worker kept the trial"
-
-
 @pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
 @pytest.mark.parametrize("runtime", ["apptainer", pytest.param("pyxis", marks=pytest.mark.slow)])
 def test_requeue_and_cancel_job_in_container(

@@ -9,42 +9,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
-from support.mlflow_server import runs
+from support.command_line import hpo_command, ok, stored
 from support.tiny import write_study
 
 from hpo.track import background
-
-STUDY: dict[str, Any] = {
-    "n_trials": 4,
-    "tracker": "mlflow",
-    "pruner": {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2},
-    "training": {"batch_size": 8, "max_length": 64, "fp_precision": "fp32", "max_steps": 60},
-    "evaluation": {"per_trial": 4},
-    "checkpoint": {"top_k": 9, "every_seconds": 0.1},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("mlflow_server")
-def test_resumed_trials_stay_one_run_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "killed and resumed")
-    write_study(tmp_path, **STUDY)
-    process = start_hpo(tmp_path, "run", "tiny.yaml")
-    wait_until(lambda: bool(saved_steps(tmp_path, trial=1)), process)
-    process.kill()
-    finish(process)
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-
-    record, found = stored(tmp_path), runs("killed and resumed")
-    assert any(trial.attributes.get("resumed_at") for trial in record.trials), "no trial was promoted"
-    assert found.keys() == {f"trial {trial.number}" for trial in record.trials}
-    for trial in record.trials:
-        run = found[f"trial {trial.number}"]
-        assert run["status"] == ("FINISHED" if trial.outcome == "complete" else "KILLED")
-        assert [step for step, _, _ in run["points"]["score"]] == [row.step for row in trial.evaluations]
-    again = ok(hpo_command(tmp_path, "track", "tiny", "--to", "mlflow", "--json")).json
-    assert (again["trials"], again["changed"]) == (4, 0)
 
 
 @pytest.fixture

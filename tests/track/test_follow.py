@@ -49,6 +49,25 @@ def test_empty_reason_replaces_earlier_reason(tracked: TrackedStudy) -> None:
     assert runs_of(tracked.record, "token")[0].facts["outcome_reason"] == ""
 
 
+def test_content_of_trial(tracked: TrackedStudy) -> None:
+    tracked.run("complete", "nonfinite")
+    whole, broken = runs_of(tracked.record, "token")
+    assert whole.points[-1].metrics == {
+        "score": 0.03,
+        "criteria/f1_macro": 0.3,
+        "train_examples_per_second": 13.0,
+        "train_tokens_per_second": 100.0,
+        "epoch": 1.5,
+    }
+    results = {"trial/score": 0.5, "trial/peak_memory_bytes": 2**30, "trial/train_examples_per_second": 12.5}
+    assert whole.results.items() >= results.items()
+    assert "trial/score" not in broken.results
+    facts = {"requested": "bf16", "effective": "fp32", "agrees": "false", "reason": "no AMX"}
+    facts["observed"] = "3 weights multiplied in bfloat16, TF32 off, not compiled"
+    assert {name: whole.facts[f"precision_{name}"] for name in facts} == facts
+    assert (broken.facts["outcome"], broken.facts["device"]) == ("nonfinite", "Example CPU")
+
+
 def test_facts_of_weights_and_optimizer_states(tracked: TrackedStudy) -> None:
     base = {"requested": "nf4", "effective": "nf4", "reason": "", "agrees": True}
     base["observed"] = {"storage_dtypes": {"uint8": 12}}

@@ -132,9 +132,3 @@ def test_long_values_are_whole_in_file_alone(tmp_path: Path) -> None:
 def test_damaged_definition_breaks_no_run(broken: object) -> None:
     for run in both_runs(record_with(training=broken, search_space=broken, tags=broken, data=broken)):
         assert run.facts["study"] == "fake"
-
-
-def test_tags_of_study_are_facts() -> None:
-    trial, whole = both_runs(record_with(tags={"team": "search", "study": "not this"}))
-    for run in (trial, whole):
-        assert (run.facts["team"], run.facts["study"]) == ("search", "fake")

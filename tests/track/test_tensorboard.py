@@ -49,24 +49,13 @@ def test_each_trial_is_one_folder(tracked: TrackedStudy) -> None:
     folder = tracked.folder / "runs" / tracked.name / "tensorboard"
     assert (answer["trials"], answer["changed"]) == (3, 3)
     assert sorted(path.name for path in folder.iterdir()) == ["study", "trial-0", "trial-1", "trial-2"]
-    for number, trial in enumerate(tracked.record.trials):
-        points = scalars(folder / f"trial-{number}")
-        steps = [10, 20, 30] if number < 2 else [10]
-        assert points["criteria/f1_macro"] == [(step, pytest.approx(step / 100)) for step in steps]
-        values = hparams(folder / f"trial-{number}")
-        assert values["learning_rate"] == trial.params["learning_rate"]
-        assert values["fp_precision"] == trial.params["fp_precision"]
-        assert values["outcome"] == trial.outcome
-    assert scalars(folder / "trial-0")["trial/score"] == [(30, 0.5)]
-    assert hparams(folder / "trial-1")["precision_effective"] == "fp32"
-    settings = hparams(folder / "trial-0")
-    assert (settings["weight_decay"], settings["model.encoder"], settings["amp.preset"]) == (
-        0.01,
-        "minilm",
-        "auto",
-    )
+    points = scalars(folder / "trial-0")
+    assert points["criteria/f1_macro"] == [(step, pytest.approx(step / 100)) for step in (10, 20, 30)]
+    assert points["trial/score"] == [(30, 0.5)]
+    settings = hparams(folder / "trial-1")
+    assert settings["learning_rate"] == tracked.record.trials[1].params["learning_rate"]
+    assert (settings["outcome"], settings["weight_decay"]) == ("nonfinite", 0.01)
     assert "| precision_agrees | false |" in text(folder / "trial-0")
-    assert "| n_trials | 9 |" in text(folder / "study")
     assert scalars(folder / "study")["best/score"] == [(2, 0.5)]
 
     before = files(folder)

@@ -1,4 +1,4 @@
-"""Commands that start a worker in a Slurm job: a set-up script, a Python, a container.
+"""Start of a worker in a Slurm job: a set-up script, a Python, a container.
 
 Without a container the worker replaces the shell of the job and receives its signals. A container has no
 Slurm commands. So the shell stays outside, forwards the signals, and afterwards runs the worker's request to
@@ -17,7 +17,7 @@ from pathlib import Path
 from hpo.errors import InputError
 
 REQUESTS = "HPO_SLURM_REQUESTS"
-"""Environment variable: the file in which a worker in a container leaves its Slurm commands."""
+"""Environment variable: file for the Slurm commands of a worker in a container."""
 
 # Python starts with USR1 ignored: until it installs its handler, the signal would kill it.
 _START = (
@@ -41,7 +41,7 @@ exit $code"""
 
 @dataclass(frozen=True)
 class Launch:
-    """The part of a job script that does not depend on the study."""
+    """The part of a job script without a study."""
 
     setup: bytes | None = None
     """Text of a bash script to source first."""
@@ -84,7 +84,7 @@ class Launch:
         ]
 
     def _container(self, paths: Iterable[Path]) -> str:
-        """Return the shell command that runs its arguments in the container."""
+        """Return the shell command of the container, without arguments."""
         mounts = _outermost([*map(_existing, paths), *(Path(path).absolute() for path in self.mount)])
         if self.apptainer:
             bound = [argument for path in mounts for argument in ("--bind", path)]

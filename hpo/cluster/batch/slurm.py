@@ -43,7 +43,7 @@ SIGNAL_LEAD = 120
 """Seconds between the warning and the time limit of a job; `--sbatch signal=B:USR1@S` changes it."""
 _NO_REQUEUE = "no-requeue"
 _NO_REQUEUE_SET = "HPO_NO_REQUEUE"
-"""Set in jobs that must not be requeued."""
+"""Set in jobs without a requeue."""
 _ARRAY = "HPO_SLURM_ARRAY"
 """The job's array, if all its workers are in one study. Other scripts may mix studies in an array."""
 _OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")
@@ -53,7 +53,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerArray:
-    """An array of jobs that are workers of one study."""
+    """An array of jobs with workers of one study."""
 
     study: str
     storage: str

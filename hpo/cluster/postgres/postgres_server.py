@@ -67,7 +67,7 @@ tcp_user_timeout = 60s
 
 @dataclass(frozen=True)
 class Running:
-    """A server that runs."""
+    """A live server."""
 
     url: str
     """URL with the password; empty: not written yet."""
@@ -133,7 +133,7 @@ class PostgresServer:
             time.sleep(0.1)
 
     def running(self) -> Running | None:
-        """Return the server that runs, also on another host; None if there is none."""
+        """Return the live server, also on another host; None if there is none."""
         if not self.folder.is_dir():
             return None
         with self._locked() as lock:

@@ -1,4 +1,4 @@
-"""The programs of PostgreSQL on this machine, and the user that runs them.
+"""The programs of PostgreSQL on this machine, and their user.
 
 The newest programs create a new database. An existing database needs the major version that created it.
 Debian and Red Hat install PostgreSQL outside the PATH.

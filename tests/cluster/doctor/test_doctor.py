@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from support.command_line import Finished, hpo_command, ok, refused
 from support.worker_process import begin, result, study
 
 from hpo.cluster.doctor.doctor import Finding, examine
-from hpo.errors import StorageError
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.store.schema import claims, studies
@@ -43,24 +40,6 @@ def run_trial(worker: WorkerLease, outcome: str = "complete", **values: Any) -> 
     lease, trial = begin(worker)
     worker.record_outcome(lease, result(outcome, **values))
     return int(trial.number)
-
-
-def test_tables_of_later_optuna_are_refused(storage: Storage, host: Path) -> None:
-    with storage.engine.begin() as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = 'v99.0.0.a'"))
-        connection.execute(sa.text("UPDATE version_info SET library_version = '99.0.0'"))
-    with pytest.raises(StorageError, match=r"they are of Optuna 99\.0\.0\. Update Optuna"):
-        found(storage, host, fix=True)
-
-
-def test_upgrade_tables_of_earlier_optuna(storage: Storage, host: Path) -> None:
-    with storage.engine.begin() as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = 'v3.0.0.d'"))
-    with pytest.raises(StorageError, match=r"`optuna storage upgrade --storage URL`"):
-        found(storage, host)
-    upgrade = [Path(sys.executable).with_name("optuna"), "storage", "upgrade", "--storage", storage.url]
-    subprocess.run(upgrade, check=True, capture_output=True)
-    assert found(storage, host) == []
 
 
 def test_end_running_trials_without_claim(storage: Storage, host: Path) -> None:
