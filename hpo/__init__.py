@@ -1,4 +1,4 @@
-"""Hyperparameter search for multitask transformer encoders with numeric precision as a searched dimension."""
+"""Hyperparameter search for multitask transformers, with numeric precision as a searched dimension."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-
-_PLACES = {
+_OBJECTS = {
     "Study": "hpo.api.study.Study",
     "load": "hpo.inference.model.load",
     "compare_predictions": "hpo.evaluation.predictions.compare_predictions",
@@ -46,10 +45,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported when it is asked for: it needs PyTorch, and `hpo --help` must not."""
+    """Import an object at its first use: most need PyTorch, and `hpo --help` does not."""
     if name == "trial":  # a package that is called
         return import_module("hpo.trial")
-    if name in _PLACES:
-        module, _, attribute = _PLACES[name].rpartition(".")
+    if name in _OBJECTS:
+        module, _, attribute = _OBJECTS[name].rpartition(".")
         return getattr(import_module(module), attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,15 +44,6 @@ KNOWS_OPTUNA = ("api", "cli", "report", "cluster", "study", "config")
 
 CLIMBS_IN_STUDY = {"study/store/studies.py"}
 """Files that import from a higher room. The list may only shrink."""
-IMPORTS_LATE = set(
-    """
-    api/comparing.py api/deploying.py api/models.py api/named.py api/opening.py api/planning.py
-    api/running.py api/study.py
-    study/reading/detailed_evaluations.py study/reading/row_statistics.py study/reading/study_record.py
-    study/reading/watch.py study/sampling/earlier.py study/sampling/promotion.py study/sampling/samplers.py
-    """.split()  # noqa: SIM905
-)
-"""Files with imports in functions or for types alone. The list may only shrink."""
 
 
 def floor(parts: tuple[str, ...]) -> int:
@@ -132,7 +123,7 @@ def test_imports_are_at_the_top_of_a_file() -> None:
         if file.parts[0] not in ("cli", "__main__.py")
         and any(not f"{name}.".startswith(extras) for name in late_imports(file))
     }
-    assert not late - IMPORTS_LATE
+    assert not late
 
 
 def test_only_the_kinds_of_task_know_their_names() -> None:

@@ -311,8 +311,7 @@ def test_wrong_metrics_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [{"dropout": 0.0}, {"attention": "eager"}, {"freeze_layers": 1}, {"layerwise_lr_decay": 0.9}],
+    "setting", [{"dropout": 0.0}, {"attention": "eager"}, {"freeze_layers": 1}, {"layerwise_lr_decay": 0.9}]
 )
 def test_settings_of_the_inside_are_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"{next(iter(setting))}: the encoder `gru`"):

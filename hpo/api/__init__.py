@@ -1,1 +1,1 @@
-"""What the commands do, from Python."""
+"""Operations on a study, for Python and for the commands."""

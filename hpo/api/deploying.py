@@ -1,15 +1,15 @@
-"""The best model of a study in the form that is as good as fp32 and the fastest, in a folder of its own."""
+"""Deploy the best model of a study: write its fastest form that is as good as fp32 to a folder."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,32 +17,29 @@ from hpo.api.models import checkpoint_of
 from hpo.api.opening import RUNS, check_positive
 from hpo.compare.comparison_study import unlabelled_test_tasks
 from hpo.compare.planning import ranked_trials
+from hpo.config.study_config import StudyConfig
+from hpo.data.dataset import DataSet
 from hpo.deploy.artifacts import NAMES, parse_names
 from hpo.deploy.deployment import DeploymentRequest, DeployTarget, deploy
+from hpo.deploy.result import Deployment
 from hpo.deploy.timing import BATCH_SIZES
 from hpo.device import limit_threads, probe_device
 from hpo.errors import InputError, Preempted, RunError
 from hpo.evaluation.contributions import unit_of
 from hpo.models.export import new_folder
-from hpo.study.reading.study_record import best_trials, nearest_told
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, nearest_message
+from hpo.study.running.stopping import Stop
+from hpo.study.store.storage import Storage
 from hpo.trial.best_model import TrialSource, export_checkpoint
 from hpo.trial.objectives import quality_objective
 
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
-    from hpo.data.dataset import DataSet
-    from hpo.deploy.result import Deployment
-    from hpo.study.reading.study_record import StudyRecord, TrialRecord
-    from hpo.study.running.stopping import Stop
-    from hpo.study.store.storage import Storage
-
 MODEL, ARTIFACTS, EXPORT = "model", "artifacts", "export"
-"""Folders in that of a deployment; the first alone is there in the end."""
+"""Subfolders of a deployment; only the first remains."""
 
 
 @dataclass(frozen=True)
 class DeploymentOptions:
-    """The options of `hpo deploy`, whose help describes them. None: the default."""
+    """Options of `hpo deploy`, see its help. None: the default."""
 
     timeout: float = 1800.0
     max_drop: float | None = None
@@ -56,15 +53,14 @@ class DeploymentOptions:
 
 
 class DeploymentStopped(RunError):
-    """The search was stopped before fp32 was scored: nothing is kept."""
+    """The search was interrupted before fp32 was scored: nothing is kept."""
 
     exit_code = 130
 
 
 def deploy_best(
-    database: Storage,
+    study: tuple[StudyConfig, Storage],
     record: StudyRecord,
-    config_of: Callable[[StudyRecord], StudyConfig],
     options: DeploymentOptions,
     stop: Stop,
     folder: Path,
@@ -74,7 +70,6 @@ def deploy_best(
     Returns the content of deploy.json. Raises RunError if no trial is complete or has weights.
     """
     trial = best_model_of(record)
-    study = config_of(record), database
     with new_folder(folder, "deploy.json") as staging:
         stored = _deploy(study, trial, options, stop, staging).as_json()
         _finish(stored, staging)
@@ -82,11 +77,11 @@ def deploy_best(
 
 
 def best_model_of(record: StudyRecord) -> TrialRecord:
-    """The best trial, by the first objective that concerns the model. Raises RunError if there is none."""
+    """Return the best trial by the first objective about the model. Raises RunError if there is none."""
     ranked = ranked_trials(record)
     if not ranked:
-        none_yet = f"the study {record.name} has no complete trial yet, whose model could be deployed."
-        raise RunError(nearest_told(record) or none_yet)
+        none_yet = f"the study {record.name} has no complete trial yet, so there is no model to deploy."
+        raise RunError(nearest_message(record) or none_yet)
     return best_trials(record)[0] if len(record.metric_names) == 1 else ranked[0]
 
 
@@ -100,14 +95,13 @@ def _request(config: StudyConfig, data: DataSet, options: DeploymentOptions, sto
     if max_drop is None and unit_of(metric) != "points":
         raise InputError(f"--max-drop must be given: {metric} is in {unit_of(metric)}, no default fits.")
     has_test = "test" in data.splits and not unlabelled_test_tasks(config, data)
-    return DeploymentRequest(
-        names, 1.0 if max_drop is None else max_drop, batch, has_test, stop_reason=partial(_why_it_ends, stop)
-    )
+    max_drop = 1.0 if max_drop is None else max_drop
+    return DeploymentRequest(names, max_drop, batch, has_test, stop_reason=partial(_reason_to_end, stop))
 
 
-def _why_it_ends(stop: Stop) -> str:
+def _reason_to_end(stop: Stop) -> str:
     if stop.is_set():
-        return "the search was told to stop"
+        return "the search was interrupted"
     return "the time of --timeout was over" if time.monotonic() > stop.deadline else ""
 
 
@@ -130,12 +124,12 @@ def _deploy(
     source = TrialSource(trial.number, trial.params, trial.telemetry)
     exported = export_checkpoint(executor, checkpoint, staging / EXPORT, source, merge=True)
     target = DeployTarget(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
-    stop.can_checkpoint = True  # from here on there is something to keep
+    stop.can_checkpoint = True  # from here on, an interrupt keeps the scored forms
     try:
         return deploy(study[0], executor.dataset, exported, request, target)
     except Preempted as error:
         if stop.is_set():
-            raise DeploymentStopped("Stopped before fp32 was scored: nothing is kept.") from None
+            raise DeploymentStopped("Interrupted before fp32 was scored: nothing is kept.") from None
         raise RunError(f"fp32 was {error} Give it longer.") from None
 
 

@@ -1,33 +1,35 @@
-"""Uses of one trial of a study: evaluate it in detail, export it, diagnose it, train it again."""
+"""Evaluate, export, diagnose or reproduce one trial of a study."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from hpo.api.opening import RUNS, make_runs_folder
 from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import decode, refusal
+from hpo.config.study_config import StudyConfig
 from hpo.device import probe_device
 from hpo.errors import HpoError, InputError, RunError
 from hpo.evaluation.detailed import evaluate_predictions
 from hpo.models.export import check_export_folder
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
-from hpo.study.reading.study_record import best_trials, nearest_told, with_evaluation
+from hpo.study.reading.study_record import (
+    StudyRecord,
+    TrialRecord,
+    best_trials,
+    nearest_message,
+    with_evaluation,
+)
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import check_data
 from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
 from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose
 from hpo.trial.executor import Executor
 from hpo.trial.reproduction import RecordedTrial, Reproduction, reproduce
-
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
-    from hpo.study.reading.study_record import StudyRecord, TrialRecord
-    from hpo.study.store.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ _logger = logging.getLogger(__name__)
 def use_best(
     database: Storage,
     record: StudyRecord,
-    config_of: Callable[[StudyRecord], StudyConfig],
+    config: StudyConfig,
     split: str | None,
     folder: Path | None,
     merge: bool,
@@ -44,12 +46,12 @@ def use_best(
     used: dict[str, Any] = {}
     if folder is not None:
         check_export_folder(folder, study=record.name)
-        if told := nearest_told(record):
-            raise RunError(told)
-    if not best_trials(record):
+        if message := nearest_message(record):
+            raise RunError(message)
+    if not (best := best_trials(record)):
         return record, used
-    trial = best_trials(record)[0]
-    executor, checkpoint = checkpoint_of(config_of(record), database, trial)
+    trial = best[0]
+    executor, checkpoint = checkpoint_of(config, database, trial)
     if split is not None:
         used["evaluation"] = _evaluate(database, executor, checkpoint, trial, split)
         record = with_evaluation(record, trial.number, used["evaluation"]["detailed"])
@@ -63,20 +65,20 @@ def use_best(
 def _evaluate(
     database: Storage, executor: Executor, folder: Path, trial: TrialRecord, split: str
 ) -> dict[str, Any]:
-    """Evaluate the checkpoint of a trial in detail, and store that."""
+    """Evaluate the checkpoint of a trial in detail, and store the result."""
     name = executor.study.name
     token = database.study_token(name)
     predicted = split_predictions(executor, folder, trial.params, split)
     metrics, document = predicted.metrics(), evaluate_predictions(predicted, split_name=split).as_json()
     try:
         store_detailed_evaluation(database, name, token, trial.number, document)
-    except HpoError as error:  # also of a user who may only read
+    except HpoError as error:  # also if the user may only read
         _logger.warning("The evaluation is not stored: %s", error)
     return {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
 
 
 def diagnose_checkpoint(
-    database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig], number: int
+    database: Storage, record: StudyRecord, config: StudyConfig, number: int
 ) -> Diagnosis:
     """Run the batch after the last checkpoint of a trial.
 
@@ -86,7 +88,6 @@ def diagnose_checkpoint(
     if chosen is None:
         others = f" {record.num_foreign} more were not made by hpo." if record.num_foreign else ""
         raise InputError(f"Trial {number}: {record.name} has {len(record.trials)}, numbered from 0.{others}")
-    config = config_of(record)
     executor, folder = checkpoint_of(config, database, chosen, kind="step")
     params = decode(config.search_space, chosen.params)
     key = f"{database.study_token(config.name)}/{chosen.number}"
@@ -95,16 +96,16 @@ def diagnose_checkpoint(
 
 
 def trial_to_reproduce(
-    database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig]
+    database: Storage, record: StudyRecord, config: StudyConfig
 ) -> tuple[Executor, RecordedTrial]:
-    """Return the best trial as it is recorded, and an executor of its study on the same data.
+    """Return the record of the best trial, and an executor of its study on the same data.
 
     Raises RunError if no trial is complete, InputError if the data or the code are no longer the same.
     """
     if not (best := best_trials(record)):
         raise RunError(f"The study `{record.name}` has no complete trial.")
     trial = best[0]
-    executor = _executor_of(config_of(record), database, trial)
+    executor = _executor_of(config, database, trial)
     evaluations = {row.step: row.metrics for row in trial.evaluations}
     return executor, RecordedTrial(trial.number, trial.params, trial.telemetry, evaluations)
 
@@ -116,7 +117,7 @@ def check_new_folder(folder: str | Path | None) -> None:
 
 
 def reproduce_in(folder: str | Path | None, executor: Executor, trial: RecordedTrial) -> Reproduction:
-    """Train the trial again with its checkpoints in `folder`; None: in a folder that is then removed."""
+    """Train the trial again with its checkpoints in `folder`, or in a temporary one."""
     with TemporaryDirectory(prefix="reproduce-", dir=RUNS / executor.study.name) as temporary:
         return reproduce(executor, trial, Path(folder or temporary))
 
@@ -124,9 +125,9 @@ def reproduce_in(folder: str | Path | None, executor: Executor, trial: RecordedT
 def _executor_of(
     config: StudyConfig, database: Storage, trial: TrialRecord, device: str | None = None
 ) -> Executor:
-    """An executor of the study that a trial is of, on the data that the study is bound to."""
-    if said := refusal(config.search_space, trial.params):
-        raise InputError(f"Trial {trial.number} does not belong to the study `{config.name}`: {said}")
+    """Build an executor of the trial's study on the study's data."""
+    if problem := refusal(config.search_space, trial.params):
+        raise InputError(f"Trial {trial.number} does not belong to the study `{config.name}`: {problem}")
     make_runs_folder(config.name)
     executor = Executor(resolve_study(config, probe_device(device or config.device)), RUNS)
     check_data(database, config.name, executor.dataset.fingerprint)
@@ -143,7 +144,7 @@ def checkpoint_of(
 ) -> tuple[Executor, Path]:
     """Return an executor of the study and the folder with a trial's newest checkpoint of that kind.
 
-    Raises InputError if the trial has parameters that are not in the study, such as another encoder.
+    Raises InputError if the study lacks a parameter of the trial.
     """
     executor = _executor_of(config, database, trial, device)
     folder = executor.trial_folder(database.study_token(config.name), trial.number)

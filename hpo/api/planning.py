@@ -1,35 +1,29 @@
-"""The plan of a study, by what was measured or can be measured here."""
+"""Plan a study from measured costs: of its complete trials, or of some steps on this device."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hpo.api.opening import RUNS
 from hpo.config.resolved_study import resolve_study
+from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import load_data
 from hpo.device import cuda_devices, probe_device
 from hpo.errors import RunError
 from hpo.report.plan import Plan, costs_of, default_comparison_limit, make_plan, measure_cost
 from hpo.report.status import num_shares
+from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.open_study import check_precisions
 from hpo.trial.parts import fit_pruner
-
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
-    from hpo.study.reading.study_record import StudyRecord
 
 _logger = logging.getLogger(__name__)
 
 
 def plan_study(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> Plan:
-    """Return the plan of a study, with the losses that a comparison cannot exclude.
+    """Return the plan of a study, with the limit of a comparison on its data.
 
-    Raises RunError if the steps did not work.
-
-    Args:
-        workers: None: the live ones, or one.
+    `workers` defaults to the live ones, or one. Raises RunError if no precision could be measured.
     """
     data, why_pruner = None, "it is stored with the study"
     if record is None:
@@ -43,7 +37,7 @@ def plan_study(config: StudyConfig, record: StudyRecord | None, workers: int | N
 
 
 def shares_of(config: StudyConfig, record: StudyRecord | None, workers: int | None) -> int:
-    """Return into how many parts the device time is divided, as `num_shares` does for live workers."""
+    """Return the number of workers or devices that share the work, like `num_shares` for live workers."""
     if workers is None:
         return (num_shares(record) if record else 0) or 1
     return workers if config.budget is None else min(workers, max(1, len(cuda_devices(config.device))))
@@ -52,7 +46,7 @@ def shares_of(config: StudyConfig, record: StudyRecord | None, workers: int | No
 def _measured_plan(
     config: StudyConfig, record: StudyRecord | None, workers: int | None, why_pruner: str
 ) -> Plan:
-    """The plan by the complete trials, and by some steps here in a precision that has none."""
+    """Plan by the complete trials; in a precision without one, by some steps on this device."""
     resolved = resolve_study(config, probe_device(config.device))
     lacking = check_precisions(resolved)
     costs = costs_of(record) if record else {}

@@ -3,71 +3,65 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shlex
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
 from hpo.redaction import redact
-from hpo.report.formats import format_seconds
+from hpo.report.best_screens import summary as summary_of
 from hpo.report.messages import progress_message, resume_message
-from hpo.report.plan import costs_of
 from hpo.report.progress import StudyDisplay
+from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import StudyRecord
 from hpo.study.reading.watch import StudyWatch, watching
 from hpo.study.running.open_study import OpenStudy
-from hpo.study.running.stopping import RunSummary, Stop
+from hpo.study.running.stopping import RunSummary
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
 from hpo.study.store.database import shown_url
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.studies import StoredStudy, read_stored
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from hpo.report.terminal import Part
-    from hpo.study.reading.study_record import StudyRecord
+from hpo.training.distributed import connected_ranks, rank
+from hpo.trial.executor import follow
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkResult(RunSummary):
-    """The work of one process, or of those that it started, in a study."""
+    """Result of `hpo worker`: the work of this process and its workers."""
 
     study: str
     left_out: Mapping[str, str]
-    """Precisions of the study that no trial drew here, with the reason."""
+    """Precisions of the study that did not run here, with the reason."""
     stored: StoredStudy | None = field(repr=False)
-    """The study after it; None if it was deleted."""
+    """The study afterwards; None if it was deleted."""
     has_complete: bool
-    """Whether a trial of the study is complete."""
+    """True if the study has a complete trial."""
 
     @property
     def error(self) -> str:
-        """The reason for an exit code of 1; empty: there is none."""
+        """Reason for exit code 1; empty otherwise."""
         if self.exit_code != 1:
             return ""
         ended = sum(self.outcomes.values())
-        why = f"`hpo report {self.study}` shows why."
-        return f"{self.num_failed} of the {ended} trials that ended here failed. {why}"
+        return f"{self.num_failed} of {ended} trials failed here. `hpo report {self.study}` shows why."
 
     def as_json(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in ("study", "ended", "outcomes", "left_out")}
-        return {**told, "outcomes": dict(self.outcomes)}
+        content = {name: getattr(self, name) for name in ("study", "ended", "outcomes", "left_out")}
+        return {**content, "outcomes": dict(self.outcomes)}
 
-    def text(self) -> Iterable[Part]:
-        return self.how_to_go_on() if self.ended in ("elsewhere", "closed", "timeout") else ()
+    def text(self) -> Iterable[Any]:
+        return self.how_to_continue() if self.ended in ("elsewhere", "closed", "timeout") else ()
 
-    def how_to_go_on(self) -> Iterator[str]:
-        """The reason why it ended before the study, and the command that continues the study."""
+    def how_to_continue(self) -> Iterator[str]:
+        """State why it ended before the study, and the command to continue."""
         if self.stored is None:
             yield f"The study {self.study} was deleted."
             return
@@ -78,7 +72,7 @@ class WorkResult(RunSummary):
         why = {
             "stopped": "Stopped; running trials have a checkpoint",
             "timeout": "The time limit has passed",
-            "elsewhere": f"The trials that are left need a device with {' or '.join(self.elsewhere)}",
+            "elsewhere": f"The remaining trials need a device with {' or '.join(self.elsewhere)}",
         }[self.ended]
         none = "" if self.has_complete or self.ended != "timeout" else ", none of them complete"
         where = " there" if self.ended == "elsewhere" else ""
@@ -88,7 +82,7 @@ class WorkResult(RunSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult(WorkResult):
-    """A run on this machine, and the study after it."""
+    """Result of `hpo run`, with the study afterwards."""
 
     record: StudyRecord = field(repr=False)
 
@@ -104,53 +98,46 @@ class RunResult(WorkResult):
         )
 
     def as_json(self) -> dict[str, Any]:
-        from hpo.report.status import study_status
-
         return study_status(self.record) | {"ended": self.ended, "left_out": self.left_out}
 
-    def text(self) -> Iterator[Part]:
-        from hpo.report.best_screens import summary  # not before the first trial
-
-        yield from summary(self.record)
+    def text(self) -> Iterator[Any]:
+        yield from summary_of(self.record)
         if self.ended != "finished":
-            yield from self.how_to_go_on()
+            yield from self.how_to_continue()
 
 
 def worker_processes(
     config: StudyConfig, storage: str | None, workers: int | None = None, per_device: int | None = None
 ) -> WorkerProcesses:
-    """The processes that run a study's trials, see `share_devices`. Raises InputError for contradictions."""
+    """Return the processes for a study's trials, see `share_devices`."""
     check_workers(workers, per_device)
     return WorkerProcesses(share_devices(config, workers, per_device), storage_as_given=file_given(storage))
 
 
 @contextmanager
 def ranks_of_torchrun() -> Iterator[None]:
-    """Connect the processes of torchrun, which train each trial together, if it started this one.
+    """Connect the processes of torchrun, if it started this one. They train each trial together.
 
-    The first of them runs the block. The others follow it until it leaves, and exit then.
+    Rank 0 runs the block. The others follow it to its end and exit.
     """
     if TORCHRUN not in os.environ:
         yield
         return
-    from hpo.training.distributed import connected_ranks, rank
-    from hpo.trial.executor import follow
-
     with connected_ranks():
         if rank():
-            logging.getLogger("hpo").setLevel(logging.ERROR)  # the first one says it
+            logging.getLogger("hpo").setLevel(logging.ERROR)  # rank 0 reports
             follow(RUNS)
             raise SystemExit
         yield
 
 
 def run_result(opened: OpenStudy, summary: RunSummary) -> RunResult:
-    """Return the summary of a run with the study after it."""
+    """Return the summary of a run with the study afterwards."""
     return RunResult(**_facts(opened, summary), record=read_study(opened.storage, opened.config.name))
 
 
 def work_result(opened: OpenStudy, summary: RunSummary) -> WorkResult:
-    """Return the summary of one worker or several with the state of the study after it."""
+    """Return the summary of one or more workers with the state of the study afterwards."""
     return WorkResult(**_facts(opened, summary))
 
 
@@ -163,11 +150,10 @@ def _facts(opened: OpenStudy, summary: RunSummary) -> dict[str, Any]:
 
 
 @contextmanager
-def shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> Iterator[None]:
+def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None]:
     """Print the study and its left-out precisions, and show its progress during the block.
 
-    With `own`, only the trials of this process are shown, and less often: there may be a hundred such
-    workers.
+    With `own`, show only the trials of this process, and less often: there may be a hundred such workers.
     """
     if quiet:
         yield
@@ -186,23 +172,6 @@ def shown(opened: OpenStudy, *, quiet: bool, stop: Stop, own: bool = False) -> I
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
-    typer.echo(_short_time(opened, stop.deadline - time.monotonic()), nl=False)
     seconds = 2.0 if own else 0.5
     with watching(StudyWatch(storage, config, own=own), StudyDisplay(config).show, seconds):
         yield
-
-
-def _short_time(opened: OpenStudy, seconds: float) -> str:
-    """A line if trials pause, and so few seconds are left to begin that none of them may reach its end."""
-    config = opened.config
-    is_finished = opened.stored.counts["done"] == config.n_trials
-    if math.isinf(seconds) or is_finished or not config.pruner.rungs:
-        return ""
-    costs = costs_of(read_study(opened.storage, config.name)).values()
-    whole = min((cost.seconds for cost in costs), default=config.training.max_seconds)
-    if whole is None or whole <= seconds:
-        return ""
-    return (
-        f"--timeout is shorter than a whole trial, which takes about {format_seconds(whole)}. Trials that "
-        "pause may not reach their end in this run.\n"
-    )

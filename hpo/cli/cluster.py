@@ -1,4 +1,4 @@
-"""The command that hands workers to a batch system: `submit`."""
+"""The command `submit`: start workers by a batch system."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hpo.api.messages import progress_shown
-from hpo.api.opening import (
-    RUNS,
-    existing_database,
-    file_error_first,
-    file_given,
-    load_file,
-    load_to_work,
-    make_runs_folder,
-)
 from hpo.cli.options import TRUST, Answer, StudyArgument, command, flag, optional
 from hpo.errors import InputError
 
@@ -26,26 +16,24 @@ if TYPE_CHECKING:
 
 
 _SBATCH_OPTIONS: Mapping[str, Any] = {
-    "time": optional(
-        str, "D-HH:MM:SS", "sbatch --time: limit of a job, which is requeued when it reaches it."
-    ),
-    "gpus_per_node": optional(str, "[TYPE:]G", "GPUs of a job, which runs a worker on each."),
+    "time": optional(str, "D-HH:MM:SS", "sbatch --time: limit of a job. A job that reaches it is requeued."),
+    "gpus_per_node": optional(str, "[TYPE:]G", "GPUs of a job, with a worker on each."),
     "cpus_per_task": optional(int, "N", "CPU cores of a job.", min=1),
     "mem": optional(str, "SIZE", "Memory of a job, such as 60G."),
-    "partition": optional(str, "NAME", "sbatch --partition: where the jobs run."),
-    "account": optional(str, "NAME", "sbatch --account: what the jobs are charged to."),
+    "partition": optional(str, "NAME", "sbatch --partition: partition of the jobs."),
+    "account": optional(str, "NAME", "sbatch --account: account of the jobs."),
 }
 _LAUNCH_OPTIONS: Mapping[str, Any] = {
     "setup": optional(
         typer.FileBinaryRead,
         "FILE",
-        "bash script that each job sources first (module load, conda activate). A job gets a copy.",
+        "bash script to source at the start of each job (module load, conda activate). It is copied.",
         callback=lambda file: file and file.read(),
     ),
-    "python": optional(str, "PATH", "Python of the nodes or of the container, where hpo is installed."),
+    "python": optional(str, "PATH", "Python on the nodes or in the container, with hpo installed."),
     "apptainer": optional(str, "IMAGE", "Run the workers in this image by `apptainer exec`."),
     "pyxis": optional(str, "IMAGE", "Run the workers in this image by pyxis (`srun --container-image`)."),
-    "mount": optional(list[str], "PATH", "Another place that the container needs. Repeatable."),
+    "mount": optional(list[str], "PATH", "Another path for the container. Repeatable."),
 }
 
 
@@ -54,8 +42,8 @@ _LAUNCH_OPTIONS: Mapping[str, Any] = {
     *TRUST,
     study=StudyArgument,
     slurm=flag("--slurm", "Submit an array of Slurm jobs."),
-    workers=optional(int, "N", "Workers in all.", "1", min=1, max=10_000),
-    dry_run=flag("--dry-run", "Print what is submitted; make and submit nothing."),
+    workers=optional(int, "N", "Total number of workers.", "1", min=1, max=10_000),
+    dry_run=flag("--dry-run", "Print the job script; make and submit nothing."),
     sbatch=optional(
         list[str], "NAME[=VALUE]", "Any other option of sbatch: qos=long or exclusive. Repeatable."
     ),
@@ -65,12 +53,12 @@ _LAUNCH_OPTIONS: Mapping[str, Any] = {
 def submit(
     study: str, *, trust_remote_code: bool, trust_code: list[str], as_json: bool, **options: Any
 ) -> Answer:
-    """Check and make a study as `hpo init` does, and submit batch jobs whose workers run its trials.
+    """Check and make a study like `hpo init`, and submit batch jobs with workers for it.
 
-    STUDY may also be a name in the database: the study goes on as it is there, with as many trials unless
-    --n-trials says more or fewer. The jobs need a database that all their nodes reach. They end when the
-    study is done.
+    STUDY may also be a name in the database: that study continues, with --n-trials trials if given. The jobs
+    need a database server in reach of all nodes. They end with the study.
     """
+    from hpo.api.opening import RUNS, existing_database, file_given, load_file
     from hpo.cluster.batch.launch import Launch
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
     from hpo.code import code_in_use, trust
@@ -98,13 +86,14 @@ def submit(
     script = array.script()  # refuses options that contradict each other, before the study is made
     if options["dry_run"]:
         if config is None:  # then it must be in the database
-            with file_error_first(study), existing_database(options.get("storage")) as database:
+            with existing_database(options.get("storage")) as database:
                 database.check_study(study)
         return Answer({"study": name, "script": script}, script)
     return _submit(study, array, options.get("n_trials"), quiet=as_json)
 
 
 def _submit(study: str, array: WorkerArray, n_trials: int | None, *, quiet: bool) -> Answer:
+    from hpo.api.opening import RUNS, file_given, load_to_work, make_runs_folder, progress_shown
     from hpo.code import code_in_use
     from hpo.config.allowed import allowing
     from hpo.study.running.open_study import OpenOptions, open_study
@@ -114,9 +103,9 @@ def _submit(study: str, array: WorkerArray, n_trials: int | None, *, quiet: bool
     url = storage_url(array.storage)
     if parse_url(url).get_backend_name() == "sqlite":
         raise InputError(
-            "The study's database must be a PostgreSQL server that all nodes reach, but it is a SQLite file, "
-            "which several hosts would damage. `hpo database start --foreground --host 0.0.0.0` runs one in "
-            "a job; `hpo copy STUDY --to URL` takes a study there."
+            "The database must be a PostgreSQL server in reach of all nodes, but it is a SQLite file, which "
+            "several hosts would damage. `hpo database start --foreground --host 0.0.0.0` runs a server in a "
+            "job; `hpo copy STUDY --to URL` copies a study to it."
         )
     config, is_file = load_to_work(study, url, n_trials=n_trials)
     options = OpenOptions(
@@ -140,7 +129,7 @@ def _submit(study: str, array: WorkerArray, n_trials: int | None, *, quiet: bool
 
 
 def _sbatch_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
-    """The given options of sbatch by their names there; True for one without a value."""
+    """Return the given options of sbatch by name; True for one without a value."""
     given = {name: value for name, value in options.items() if name in _SBATCH_OPTIONS}
     named = {name.replace("_", "-"): value for name, value in given.items()}
     for text in options.get("sbatch", ()):

@@ -1,10 +1,9 @@
-"""The command line: thin commands over the library, each imports its needs when it runs.
+"""The command line: thin commands over the library.
 
-Importing this module must stay cheap (`hpo --help` answers in under 0.5 s), so PyTorch, Optuna and the
-rest are imported inside the commands.
+PyTorch, Optuna and the rest are imported inside the commands, so that `hpo --help` answers in under 0.4 s.
 
-Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong; 130 interrupted, and checkpointed. An
-exception that nobody meant to raise is a bug: it ends with its traceback and 1.
+Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong; 130 interrupted, and checkpointed. Any
+other exception is a bug: it ends with its traceback and 1.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import typer
+from rich import text as rich_text
+from rich.console import Console
 
 from hpo import __version__
 from hpo.cli import cluster, machines, models, results, search, starting  # noqa: F401  (their commands)
@@ -27,7 +28,7 @@ PANELS: Mapping[str, str] = {
     "Models": "deploy predict",
     "Machines": "init worker submit studies pause resume cancel copy delete doctor database",
 }
-"""The commands by their panel in `hpo --help`, in the order in which it shows them."""
+"""The commands of each panel in `hpo --help`, in their order there."""
 
 
 def _arrange() -> None:
@@ -45,23 +46,18 @@ _arrange()
 
 
 def main() -> None:
-    """Run the command line; what is raised on purpose becomes one message and an exit code."""
-    from rich import text
-
+    """Run the command line. An error of the user or of the run becomes one message and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
-    # What a database holds, such as the host of a worker, is shown without escape sequences.
-    text.strip_control_codes = printable  # type: ignore[assignment,attr-defined]
+            stream.reconfigure(errors="replace")  # for a terminal that cannot show a character
+    # Text of a database, such as the host of a worker, is shown without escape sequences.
+    rich_text.strip_control_codes = printable  # type: ignore[assignment,attr-defined]
     try:
         if removed := removed_command(sys.argv[1:]):
             raise InputError(removed)
         app(prog_name="hpo")
     except HpoError as error:
-        from rich.console import Console
-        from rich.text import Text
-
-        message = Text.assemble(("Error: ", "bold red"), printable(str(error)))
+        message = rich_text.Text.assemble(("Error: ", "bold red"), printable(str(error)))
         Console(stderr=True).print(message, soft_wrap=True)
         sys.exit(error.exit_code)
 

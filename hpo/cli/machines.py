@@ -1,4 +1,4 @@
-"""The commands about workers, databases and the studies in them."""
+"""The commands for workers, databases and the studies in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import hpo
-from hpo.api.opening import RUNS, existing_database, file_error_first, load_file
 from hpo.cli.options import (
     TRUST,
     WORK,
@@ -30,6 +29,7 @@ from hpo.errors import InputError, RunError
 from hpo.study.running.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
+    from hpo.api.stored import StoredStudy
     from hpo.cluster.postgres.postgres_server import PostgresServer
 
 database = typer.Typer(help="Start and stop a private PostgreSQL.", no_args_is_help=True)
@@ -46,15 +46,16 @@ def init(study: hpo.Study, **options: Any) -> Answer:
     return Answer(study_status(record), text)
 
 
-@stored_study_command(*WORK, *TRUST)
+@stored_study_command(*WORK, *TRUST, needs_torch=True)
 def worker(study: hpo.Study, **options: Any) -> Any:
-    """Join a study as one or more workers and leave when it is done."""
+    """Join a study as one or more workers; leave when it is done."""
     return study.work(**options)
 
 
 @command("storage")
 def studies(storage: str | None = None) -> Answer:
     """List the studies of the database: state, progress, live workers, age."""
+    from hpo.api.opening import existing_database
     from hpo.report.screens import overview
     from hpo.study.reading.overview import list_studies
 
@@ -64,67 +65,67 @@ def studies(storage: str | None = None) -> Answer:
 
 
 @stored_study_command()
-def pause(study: hpo.Study) -> Any:
-    """Stop a study for now: its workers checkpoint their trials and leave."""
+def pause(study: StoredStudy) -> Any:
+    """Pause a study: its workers checkpoint their trials and leave."""
     return study.pause()
 
 
 @stored_study_command()
-def resume(study: hpo.Study) -> Any:
-    """Open a study again that was paused or cancelled. Workers must be started anew."""
+def resume(study: StoredStudy) -> Any:
+    """Open a paused or cancelled study again. Start its workers anew."""
     return study.resume()
 
 
 @stored_study_command()
-def cancel(study: hpo.Study) -> Any:
-    """Stop a study for good: as pause, and its unfinished trials end."""
+def cancel(study: StoredStudy) -> Any:
+    """Pause a study and end its unfinished trials."""
     return study.cancel()
 
 
-@stored_study_command(to=option(str, "URL", "Where it goes: as --storage, which is where it comes from."))
-def copy(study: hpo.Study, to: str) -> Any:
-    """Copy a whole study to another database, where it goes on with the same checkpoints."""
+@stored_study_command(to=option(str, "URL", "The other database, in the form of --storage."))
+def copy(study: StoredStudy, to: str) -> Any:
+    """Copy a whole study to another database; the copy uses the same checkpoints."""
     return study.copy(to)
 
 
 @stored_study_command(yes=flag("--yes", "Do not ask."))
-def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
-    """Remove a study from the database, and its checkpoints from where this machine finds them."""
+def delete(study: StoredStudy, *, yes: bool, as_json: bool) -> Any:
+    """Remove a study from the database, and its checkpoints from this machine."""
 
-    def confirm(what: str) -> None:
+    def confirm(description: str) -> None:
         if as_json or not sys.stdin.isatty():
-            raise InputError(f"To delete {what}, give --yes.")
-        typer.confirm(f"Delete {what}? This cannot be undone.", abort=True)
+            raise InputError(f"To delete {description}, give --yes.")
+        typer.confirm(f"Delete {description}? This cannot be undone.", abort=True)
 
     return study.delete() if yes else study.delete(confirm)
 
 
 @command(
     "storage",
-    study=argument(str | None, "STUDY", "This study alone; else all of the database."),
-    fix=flag("--fix", "Mend what can be mended."),
+    study=argument(str | None, "STUDY", "Examine only this study; default: all of the database."),
+    fix=flag("--fix", "Repair the faults where possible."),
 )
 def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, as_json: bool) -> Answer:
-    """Find what is wrong with a database, its studies and checkpoints. Exit code 1: something is left."""
+    """Find faults of a database, its studies and checkpoints. Exit code 1: a fault remains."""
+    from hpo.api.opening import RUNS, load_file
     from hpo.cluster.doctor.doctor import examine, summary
     from hpo.study.store.database import shown_url, storage_url
 
     url = storage_url(storage)
     config = load_file(study) if study else None
     findings = []
-    with file_error_first(study or ""):
-        for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
-            findings.append(finding)
-            if not as_json:
-                typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
-                typer.echo(finding.text())
+    for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
+        findings.append(finding)
+        if not as_json:
+            typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
+            typer.echo(finding.text())
     is_left = not all(finding.mended for finding in findings)
     content = {"ok": not is_left, "findings": [finding.as_json() for finding in findings]}
     return Answer(content, summary(findings, shown_url(url)), int(is_left))
 
 
-_DEFAULT = RUNS / "postgres"
-_FOLDER = folder("Where the database has its files.", default="runs/postgres")
+_DEFAULT = Path("runs/postgres")
+_FOLDER = folder("Folder of the database's files.", default=str(_DEFAULT))
 
 
 def _server(folder: Path) -> PostgresServer:
@@ -136,14 +137,14 @@ def _server(folder: Path) -> PostgresServer:
 @command(
     group=database,
     folder=_FOLDER,
-    host=optional(str, "HOST", "Listens there; 0.0.0.0: everywhere, with TLS.", "127.0.0.1"),
-    port=optional(int, "PORT", "0 takes that of last time, or a free one.", "0", min=0, max=65535),
-    foreground=flag("--foreground", "Serve until a signal comes, as a batch job does."),
+    host=optional(str, "HOST", "Address to listen on; 0.0.0.0: all, with TLS.", "127.0.0.1"),
+    port=optional(int, "PORT", "0 takes the last one, or a free one.", "0", min=0, max=65535),
+    foreground=flag("--foreground", "Serve until a signal arrives, for a batch job."),
 )
 def start(
     folder: Path = _DEFAULT, host: str = "127.0.0.1", port: int = 0, *, foreground: bool, as_json: bool
 ) -> None:
-    """Start a private PostgreSQL, made at the first time, and say how to use it."""
+    """Start a private PostgreSQL, and print how to use it. The first start creates it."""
     if foreground:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     server = _server(folder)
@@ -160,7 +161,7 @@ def start(
 
 @command(group=database, folder=_FOLDER)
 def stop(folder: Path = _DEFAULT) -> Answer:
-    """Stop the database of a folder. Workers that use it wait until it is back."""
+    """Stop the database of a folder. Its workers wait until it is back."""
     stopped = _server(folder).stop()
     text = f"The database in {folder} {'is stopped' if stopped else 'was not running'}."
     return Answer({"folder": str(folder), "stopped": stopped}, text)
@@ -168,12 +169,12 @@ def stop(folder: Path = _DEFAULT) -> Answer:
 
 @command(group=database, folder=_FOLDER)
 def status(folder: Path = _DEFAULT) -> Answer:
-    """Say whether the database of a folder answers, and where it runs. Exit code 1: it does not."""
+    """Show whether the database of a folder answers, and its address. Exit code 1: it does not."""
     from hpo.cluster.postgres.postgres_server import connection_problem
 
     running = _server(folder).running()
     if running is not None and (not running.url or connection_problem(running.url)):
         raise RunError(f"A process of {running.host} has the database in {folder}: it does not answer here.")
     if running is None:
-        return Answer({"running": False}, f"No database of {folder} runs.", 1)
+        return Answer({"running": False}, f"No database runs in {folder}.", 1)
     return Answer(running.as_json(folder), running.text(folder))

@@ -1,7 +1,7 @@
-"""Turns functions into commands: their options, and their answers.
+"""Turn functions into commands: their options and their output.
 
-A command names the options that it shares with others and defines its own. An option that is not given is
-left out of the call: the default is that of the library, and the help states it. The function returns a
+A command names the options that it shares with others and defines its own. A function does not receive an
+option that the user leaves out: the library has the default, and the help states it. The function returns a
 result with `text` for a person and `as_json` for `--json`, and perhaps an `exit_code` and an `error`.
 """
 
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
 
-from hpo.api.opening import trust
 from hpo.errors import RunError, printable
+from hpo.json_safe import json_safe
+from hpo.memory import collector_paused
 
 if TYPE_CHECKING:
     from hpo.report.terminal import Part
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 app = typer.Typer(
-    help="Hyperparameter search for multitask transformer encoders, with precision as a searched dimension.",
+    help="Hyperparameter search for multitask transformers, with numeric precision as a searched dimension.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,12 +37,12 @@ app = typer.Typer(
 
 
 def option(kind: Any, metavar: str, help_text: str, names: Sequence[str] = (), **more: Any) -> Any:
-    """The type of a parameter that is an option, which may have `names` of its own."""
+    """Return the type of a parameter for an option, which may have its own `names`."""
     return Annotated[kind, typer.Option(*names, metavar=metavar, help=help_text, **more)]
 
 
 def optional(kind: Any, metavar: str, help_text: str, default: str = "", **more: Any) -> Any:
-    """An option that may be left out; the help states the `default` of the library."""
+    """Return the type of an optional option; the help states the library's `default`."""
     return option(kind | None, metavar, help_text, **({"show_default": default} if default else {}), **more)
 
 
@@ -64,8 +65,11 @@ def _positive_seconds(value: float | None) -> float | None:
 
 
 def _trust(files: list[str]) -> list[str]:
-    for file in files:
-        trust(file)
+    if files:
+        from hpo.api.opening import trust
+
+        for file in files:
+            trust(file)
     return files
 
 
@@ -81,46 +85,42 @@ OPTIONS: Mapping[str, Any] = {
         envvar="HPO_STORAGE",
     ),
     "trust_remote_code": flag(
-        "--trust-remote-code",
-        "Run the code that comes with an encoder, where the study asks for that in the database.",
+        "--trust-remote-code", "Let a study in the database run the code of its encoder."
     ),
     "trust_code": option(
         list[str],
         "FILE",
-        "Run this code, a file, module or sampler's class of this machine, where a study or model needs it. "
-        "Repeatable.",
+        "Let a study or model run this code: a file, a module or a sampler's class. Repeatable.",
         callback=_trust,
     ),
-    "n_trials": optional(int, "N", "Total of the study, over all workers and runs.", min=1, max=100_000),
-    "hours": optional(float, "H", "Device-hours of the study, in place of its trials.", min=0.001),
-    "workers": optional(int, "W", "Processes here, spread over the GPUs.", "1", min=1, max=1000),
+    "n_trials": optional(int, "N", "Trials of the study, over all workers and runs.", min=1, max=100_000),
+    "hours": optional(float, "H", "Budget in device-hours, in place of a number of trials.", min=0.001),
+    "workers": optional(int, "W", "Worker processes to start.", "1, spread over the GPUs", min=1, max=1000),
     "workers_per_device": optional(
-        int, "K", "Processes for each GPU, or on the CPU; not with --workers.", min=1, max=100
+        int, "K", "Worker processes for each GPU, or on the CPU; not with --workers.", min=1, max=100
     ),
-    "timeout": optional(
-        float, "SECONDS", "No further trial begins after so long.", callback=_positive_seconds
-    ),
+    "timeout": optional(float, "SECONDS", "Begin no trial after this time.", callback=_positive_seconds),
     "until": optional(
         str,
         "TIME",
-        "When this job ends: 18:30, 2026-11-22T18:30 or +3600 (seconds from now). No trial begins that "
-        "would not reach its next evaluation, and the trial in hand is checkpointed before.",
+        "End of this job: 18:30, 2026-11-22T18:30 or +3600 (seconds from now). The running trial is "
+        "checkpointed before, and no trial begins too late for an evaluation.",
         "SLURM_JOB_END_TIME",
     ),
     "params": option(list[str], "NAME=VALUE", "A setting of the trial. Repeatable.", ("--param", "-p")),
 }
 """The options of more than one command."""
-IN_POINTS = "In hundredths, for mae and rmse in the labels' units."
+IN_POINTS = "In points (hundredths); for mae and rmse in the labels' units."
 WORK = ("workers", "workers_per_device", "timeout", "until")
 TRUST = ("trust_remote_code", "trust_code")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command that has no class of its own."""
+    """Result of a command without a class of its own."""
 
     content: Any
-    """Or a function without arguments that returns it."""
+    """Content for `--json`, or a function that returns it."""
     shown: str | Iterable[Part] = ""
     exit_code: int = 0
 
@@ -132,12 +132,17 @@ class Answer:
 
 
 def command(
-    *names: str, group: typer.Typer = app, of_study: Any = None, **own: Any
+    *names: str,
+    group: typer.Typer = app,
+    of_study: Any = None,
+    needs_torch: bool | Sequence[str] = True,
+    **own: Any,
 ) -> Callable[[Function], Function]:
     """Make a function a command with the options `names` of `OPTIONS` and its `own`.
 
-    With `of_study`, the type of the argument STUDY, the function takes a `hpo.Study` first. A function that
-    prints by itself takes `as_json`.
+    With `of_study`, the type of the argument STUDY, the function receives a `hpo.Study` first. It receives a
+    `StoredStudy`, which is imported much faster, without `needs_torch`, or without all options in it. A
+    function that prints by itself takes `as_json`.
     """
     if of_study is not None:
         names, own = (*names, "storage"), {"study": of_study, **own}
@@ -149,7 +154,10 @@ def command(
         def run(**given: Any) -> NoReturn:
             as_json = given["as_json"]
             given = {name: of for name, of in given.items() if of is not None and name not in left_out}
-            arguments = [_study(given, quiet=as_json)] if of_study is not None else []
+            arguments = []
+            if of_study is not None:
+                is_whole = needs_torch is True or any(given.get(name) for name in needs_torch or ())
+                arguments = [_study(given, quiet=as_json, is_whole=is_whole)]
             with ended_at_once():
                 result = function(*arguments, **given)
                 if result is not None:
@@ -169,22 +177,24 @@ def command(
 
 
 study_command = functools.partial(command, of_study=StudyArgument)
-stored_study_command = functools.partial(command, of_study=StoredStudyArgument)
+stored_study_command = functools.partial(command, of_study=StoredStudyArgument, needs_torch=False)
 
 
-def _study(given: dict[str, Any], *, quiet: bool) -> Any:
-    """The study of a command; takes its arguments out of `given`."""
-    from hpo.memory import collector_paused
-
+def _study(given: dict[str, Any], *, quiet: bool, is_whole: bool) -> Any:
+    """Take the study's arguments out of `given` and return the study."""
+    arguments = {name: given.pop(name) for name in ("study", "storage", "trust_remote_code") if name in given}
     with collector_paused():
-        from hpo.api.study import Study
+        from hpo.api.stored import StoredStudy
 
-    of_study = {name: given.pop(name) for name in ("study", "storage", "trust_remote_code") if name in given}
-    return Study(**of_study, quiet=quiet)
+        study = StoredStudy(**arguments, quiet=quiet)  # refuses a wrong file before the slow imports
+        if not is_whole:
+            return study
+        from hpo.api.study import Study
+    return Study(**arguments, quiet=quiet)
 
 
 def _parameter(name: str, of: Any) -> inspect.Parameter:
-    """A parameter that typer reads. A list, a flag, and an option that may be None need not be given."""
+    """Return a parameter for typer. Lists, flags, and options with None may be left out."""
     kind = of.__origin__
     default: Any = None if type(None) in get_args(kind) else inspect.Parameter.empty
     if kind is bool or get_origin(kind) is list:
@@ -194,13 +204,11 @@ def _parameter(name: str, of: Any) -> inspect.Parameter:
 
 def print_json(value: Any) -> None:
     """Print `value` as the only output of a command with `--json`."""
-    from hpo.json_safe import json_safe
-
     typer.echo(json.dumps(json_safe(value), indent=2, default=str))
 
 
 def answer(value: Any, text: str | Iterable[Part], *, as_json: bool) -> None:
-    """Print the result of a command: as JSON, or in words, which may come from a database."""
+    """Print the result of a command as JSON or as text without escape sequences."""
     if as_json:
         print_json(value() if callable(value) else value)
     elif isinstance(text, str):
@@ -213,11 +221,11 @@ def answer(value: Any, text: str | Iterable[Part], *, as_json: bool) -> None:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """A SIGINT that ends the command at once does so with a word on its effect."""
+    """Explain the effect of a SIGINT that ends the command at once."""
     try:
         yield
     except KeyboardInterrupt:
         typer.echo(
-            "Ended at once. A trial goes on from its last checkpoint when its study is run again.", err=True
+            "Ended at once. Run the study again to continue its trial from the last checkpoint.", err=True
         )
         raise typer.Exit(130) from None

@@ -1,9 +1,10 @@
-"""The commands that prepare a study and run its trials."""
+"""The commands to prepare a study and run its trials."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,6 +21,9 @@ from hpo.cli.options import (
     study_command,
 )
 
+if TYPE_CHECKING:
+    from hpo.api.stored import StoredStudy
+
 
 @study_command("n_trials", "hours", *WORK)
 def run(study: hpo.Study, **options: Any) -> Any:
@@ -29,7 +33,7 @@ def run(study: hpo.Study, **options: Any) -> Any:
 
 @study_command(*TRUST)
 def check(study: hpo.Study) -> Any:
-    """Show what a study's data hold and what to change, before anything is trained."""
+    """Describe a study's data and their faults, before training."""
     return study.check()
 
 
@@ -38,15 +42,14 @@ def check(study: hpo.Study) -> Any:
     repeats=optional(int, "N", "Timed passes of each precision; the fastest counts.", min=1, default="3"),
 )
 def verify(study: hpo.Study, **options: Any) -> Answer:
-    """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
-    from dataclasses import asdict
-
+    """Check each precision on this machine: support, errors, speed and memory against fp32."""
     from hpo.device import probe_device
     from hpo.report.trial_screens import verification
     from hpo.trial.verify import recommendation
 
+    device = probe_device(study.config.device)
     checks = study.verify(**options)
-    device, advice = probe_device(study.config.device), recommendation(checks)
+    advice = recommendation(checks)
     rows = [asdict(one) for one in checks]
     content = {"device": asdict(device), "precisions": rows, "recommendation": advice}
     return Answer(content, verification(checks, device.describe(), advice))
@@ -55,26 +58,26 @@ def verify(study: hpo.Study, **options: Any) -> Answer:
 @study_command(
     *("n_trials", "hours"),
     *TRUST,
-    workers=optional(int, "W", "So many work.", min=1, default="those that do, or one"),
+    workers=optional(int, "W", "Number of workers.", min=1, default="the live ones, or one"),
 )
 def plan(study: hpo.Study, **options: Any) -> Any:
-    """Show what a study's trials or its budget come to: hours, starts, and how many go on to the end.
+    """Estimate a study's cost: hours, starts, and the number of trials that reach the end.
 
-    By its complete trials; in a precision of which there is none, some steps are trained here.
+    The estimate uses its complete trials. For a precision without one, some steps are trained here.
     """
     return study.plan(**options)
 
 
 @command("params", study=StudyArgument)
 def train(study: str, params: list[str], *, as_json: bool) -> Answer:
-    """Run one trial without a database and print the record that a study would store."""
+    """Run one trial without a database, and print its record."""
     from hpo.config.trial_config import parse_params
     from hpo.outcome import Outcome
     from hpo.report.trial_screens import evaluation, trial, trial_record
 
     opened = hpo.Study(study, quiet=as_json)
     metrics = [objective.metric for objective in opened.file.objective]
-    given = parse_params(params)  # also of what the study's own code brings
+    given = parse_params(params)  # may name the study's own code
     show = partial(evaluation, metrics)
     result = opened.train(given, lambda scored: None if as_json else typer.echo(show(scored)))
     record = trial_record(metrics, given, result)
@@ -84,10 +87,10 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
     return Answer(record, trial(record), codes.get(result.outcome, 1))
 
 
-@stored_study_command("params", whole=flag("--whole", "Run the trial to its end: no pruner stops it."))
-def enqueue(study: hpo.Study, **options: Any) -> Any:
-    """Have a trial of a study try a configuration; what is left out the sampler draws.
+@stored_study_command("params", whole=flag("--whole", "Run the trial to its end, without pruning."))
+def enqueue(study: StoredStudy, **options: Any) -> Any:
+    """Queue a configuration; the sampler fills in the rest.
 
-    It takes one of the trials that the study has left to begin, after those that were enqueued before.
+    It becomes one of the study's trials, after the configurations before it in the queue.
     """
     return study.enqueue(**options)

@@ -1,4 +1,4 @@
-"""The command `new`: copy an example into a folder of your own.
+"""The command `new`: copy an example into a new folder.
 
 An example is a folder of `studies/examples` with a study.yaml and other files, or a study file of `studies`.
 The comments at the head of the study file state its question and its commands.
@@ -18,19 +18,19 @@ DEFAULT = "own_head"
 
 @command(
     folder=argument(
-        Path | None, "FOLDER", "Its name becomes that of the study. Left out: list the examples."
+        Path | None, "FOLDER", "New folder; its name becomes the study's name. Left out: list the examples."
     ),
     example=optional(str, "EXAMPLE", "The example to copy.", DEFAULT, names=("--from",)),
 )
 def new(folder: Path | None = None, example: str | None = None) -> Answer:
-    """Copy an example into a folder, to start from; without a folder, list the examples."""
+    """Copy an example into a folder as a start; without a folder, list the examples."""
     from hpo.config.study_file import INSTALLED, study_files, study_name
 
     examples = study_files(INSTALLED)
     if folder is None and example is not None:
         raise InputError(f"`--from {example}` needs the folder to copy to: hpo new FOLDER --from {example}")
     if folder is None:
-        # A clone may have study files of its user, without that line.
+        # Study files of the user may lack that line.
         questions = {
             name: " ".join(_head("Question", path.read_text(errors="replace")))
             for name, path in examples.items()
@@ -51,8 +51,9 @@ def new(folder: Path | None = None, example: str | None = None) -> Answer:
     if path.name == "study.yaml":
         sources = {file.name: file for file in sorted(path.parent.iterdir()) if file.is_file()}
     if there := [str(folder / file) for file in sources if (folder / file).exists()]:
-        told = "must not be there yet; nothing was written. Name another folder."
-        raise InputError(f"{' and '.join(there)} {told}")
+        raise InputError(
+            f"{' and '.join(there)} must not exist yet; nothing was written. Name another folder."
+        )
     text = re.sub(r"^name: .*", f'name: "{name}"', path.read_text(), count=1, flags=re.MULTILINE)
     text = text.replace(f"make hpo STUDY={example}", "hpo run study.yaml")
     try:
@@ -68,5 +69,5 @@ def new(folder: Path | None = None, example: str | None = None) -> Answer:
 
 
 def _head(key: str, text: str) -> list[str]:
-    """Return the lines with a key in the comments at the head of a study file."""
+    """Return the values of a key in the comments at the head of a study file."""
     return re.findall(rf"^# {key}: +(.*)$", text, re.MULTILINE)

@@ -31,7 +31,7 @@ from hpo.config.trial_settings import setting_of
 from hpo.errors import InputError
 from hpo.evaluation.contributions import unit_of
 from hpo.precision.table import BASE_PRECISION, PRECISION, PRECISIONS
-from hpo.study.reading.study_record import StudyRecord, TrialRecord, choosable_trials, nearest_told
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, choosable_trials, nearest_message
 from hpo.study.sampling.fronts import loss_signs
 from hpo.trial.objectives import quality_objective
 
@@ -137,7 +137,7 @@ def _no_trial_message(
     if ranked:
         obstacle = _obstacle(config, ranked[0], setting)
         return f"--over {setting}: no complete trial of `{record.name}` can have another. {obstacle}"
-    return nearest_told(record) or (
+    return nearest_message(record) or (
         f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
     )
 

@@ -18,7 +18,7 @@ from hpo.extensions import has_own_loop
 from hpo.tasks.kind import is_error
 
 ENERGY = "train_joules_per_example"
-"""Energy of an NVIDIA GPU with a single worker; see `hpo.training.energy` for the measurement."""
+"""Energy of an NVIDIA GPU with a single worker; see `hpo.training.throughput` for the measurement."""
 MEASURED_METRICS = (
     "train_examples_per_second",
     "train_tokens_per_second",

@@ -76,4 +76,4 @@ def _quantize_graph(file: Path) -> int:
                 f"onnxruntime could not quantise the graph ({type(error).__name__}: "
                 f"{shorten(str(error), 200)}). Use its ONNX export in fp32."
             ) from error
-    return next(one.version for one in onnx.load(file).opset_import if not one.domain)
+    return int(next(one.version for one in onnx.load(file).opset_import if not one.domain))

@@ -147,10 +147,7 @@ class TrainedModel(nn.Module):
         return self.to(info.torch_device)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
     ) -> MultitaskOutput:
         """Compute the logits of one batch of windows; arguments are [batch, tokens] from `tokenizer`.
 

@@ -111,10 +111,7 @@ def _outputs(model: MultitaskModel, ids: list[list[int]], mask: list[list[int]] 
         )
     pooled_BD = model.pool(hidden_BLD, torch.ones_like(ids_BL) if mask_BL is None else mask_BL)
     settings = model.head_settings
-    outputs = {
-        f"encoder: {name}": hidden_BLD[0],
-        f"pooling: `{settings.pooling}`": pooled_BD[:1],
-    }
+    outputs = {f"encoder: {name}": hidden_BLD[0], f"pooling: `{settings.pooling}`": pooled_BD[:1]}
     for task, head in zip(model.tasks, model.heads, strict=True):
         logits = head(hidden_BLD)[0] if task.level == "token" else head(pooled_BD)[:1]
         outputs[f"head_type: `{settings.of(task)}` of the task `{task.name}`"] = logits

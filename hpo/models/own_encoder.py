@@ -43,7 +43,8 @@ class OwnEncoder(nn.Module):
                 f"the encoder `{name}` must be a module, but it is a {type(self.module).__name__}."
             )
         content: Any = {_NAME: name, _OPTIONS: options.model_dump(mode="json")}
-        self.config = PreTrainedConfig(**content, hidden_size=self._hidden_size(name))
+        content["hidden_size"] = self._hidden_size(name)
+        self.config = PreTrainedConfig(**content)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> BaseModelOutput:
         return BaseModelOutput(last_hidden_state=_states(self.module(input_ids, attention_mask)))

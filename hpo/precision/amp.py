@@ -28,7 +28,7 @@ from hpo.precision.parts import float32_modules, run_as_before
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
-"""Steps in a row with a loss, or a gradient without loss scaling, that is not finite before a trial ends."""
+"""So many bad steps in a row end a trial: the loss, or without loss scaling a gradient, is not finite."""
 
 _COUNTS = ("epoch_fallbacks", "num_steps", "fp32_fallbacks")
 _TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max", "losses_in_a_row", "gradients_in_a_row")

@@ -15,7 +15,7 @@ from hpo.study.reading.study_record import (
     StudyRecord,
     TrialRecord,
     limit_counts,
-    nearest_told,
+    nearest_message,
 )
 
 SCORE = "the mean of the primary metrics of all tasks"
@@ -87,7 +87,7 @@ def limit_messages(record: StudyRecord) -> list[str]:
     for metric, count in counts["broken"].items():
         limit = Limit.model_validate(record.definition["constraints"][metric])
         parts += [f"Not within `{metric} {limit}`: {plural(count, 'trial')}."] if count else []
-    return [" ".join(parts), *filter(None, [nearest_told(record)])]
+    return [" ".join(parts), *filter(None, [nearest_message(record)])]
 
 
 def budget_messages(record: StudyRecord) -> list[str]:

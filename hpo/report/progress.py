@@ -14,7 +14,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.report.formats import describe_params, format_metric, format_percent
 from hpo.report.terminal import OUTCOME_STYLES
-from hpo.study.reading.watch import Look, outcome_of
+from hpo.study.reading.watch import StudyProgress, outcome_of
 from hpo.study.sampling.promotion import rungs_of
 
 _LINE_SECONDS = 30.0
@@ -29,7 +29,7 @@ class StudyDisplay:
         self._total = "" if config.budget else f"/{config.num_trials}"
         self._printed_at = time.monotonic()
 
-    def show(self, look: Look) -> None:
+    def show(self, look: StudyProgress) -> None:
         """Print the due lines. `look` is the present state of the study."""
         for trial in look.ended:
             outcome = outcome_of(trial)

@@ -4,6 +4,11 @@ The meter sets a mark after each optimiser step: wall time on a CPU, an event on
 it. Rates leave out the first steps (allocator, autotuning, caches) and the time before a `start`: evaluation,
 the copy for a checkpoint, compilation. Tokens are real tokens, without padding. The meter holds sums and the
 durations of the last `RECENT_STEPS` steps, so its size does not grow.
+
+Energy comes from the counter of a GPU at the ends of a stretch of steps. The counter covers the whole board:
+its idle power, its memory, and other programs. It is updated every 20 to 100 ms. So only stretches of
+`MIN_STRETCH_SECONDS` count: each end is wrong by at most 5 % of their time. A stretch ended by a compilation
+or the end of the process is left out with its examples.
 """
 
 from __future__ import annotations
@@ -18,13 +23,15 @@ import numpy as np
 import torch
 
 from hpo.device import DeviceInfo, EnergyCounter, synchronize
-from hpo.training.energy import EnergyMeter
 
 WARMUP_STEPS = 3
 """Steps without a rate, unless a trial has no others."""
 
 RECENT_STEPS = 1000
 """Most durations in memory; on a GPU also most pending events."""
+
+MIN_STRETCH_SECONDS = 2.0
+"""The shortest counted stretch of energy: twenty times the longest update period of the counter."""
 
 
 class StepTotals(NamedTuple):
@@ -39,6 +46,51 @@ class StepTotals(NamedTuple):
 
     def plus(self, other: StepTotals) -> StepTotals:
         return StepTotals(*map(operator.add, self, other))
+
+
+class EnergyMeter:
+    """Joules of training and their examples. Empty without a counter."""
+
+    def __init__(self, device: DeviceInfo, counter: EnergyCounter | None) -> None:
+        self._device = device
+        self._counter = counter
+        self._began: tuple[float, float] | None = None
+        """Seconds and joules at the beginning of the stretch."""
+        self._stretch_examples = 0.0
+        self._joules, self._examples = 0.0, 0.0
+
+    def start(self) -> None:
+        """Begin a stretch of steps. Waits for the device if it has a counter."""
+        self._began, self._stretch_examples = self._read(), 0.0
+
+    def count(self, num_examples: float) -> None:
+        self._stretch_examples += num_examples
+
+    def stop(self) -> None:
+        """End the stretch. Waits for the device if it has a counter."""
+        began, self._began = self._began, None
+        ended = self._read() if began else None
+        if began and ended and ended[0] - began[0] >= MIN_STRETCH_SECONDS:
+            self._joules += ended[1] - began[1]
+            self._examples += self._stretch_examples
+
+    def joules_per_example(self) -> float | None:
+        """Return joules per example over all stretches. None: not measured."""
+        return self._joules / self._examples if self._examples else None
+
+    def state_dict(self) -> dict[str, float]:
+        """Return plain numbers for a checkpoint, without the current stretch."""
+        return {"joules": self._joules, "examples": self._examples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._joules, self._examples = state["joules"], state["examples"]
+
+    def _read(self) -> tuple[float, float] | None:
+        if self._counter is None or self._counter.missing:
+            return None
+        synchronize(self._device)
+        joules = self._counter.read_joules()
+        return None if joules is None else (time.perf_counter(), joules)
 
 
 class ThroughputMeter:

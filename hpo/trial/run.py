@@ -27,10 +27,10 @@ from hpo.training import distributed
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compile_shapes, compiled_modules, run_both_modes
-from hpo.training.energy import MIN_STRETCH_SECONDS
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
+from hpo.training.throughput import MIN_STRETCH_SECONDS
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.compat import CompatibilityCache, check_compatibility
 from hpo.trial.part_search import find_parts

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from support import planted_encoder
-from support.command_line import finish, hpo_command, ok, refused, start_hpo
+from support.command_line import finish, hpo_command, ok, refused, start_hpo, stored
 from support.planted_encoder import PlantedLayer, planted, write_planted_study
 from support.tiny import ENCODER, write_study
 from torch import Tensor
@@ -29,89 +29,73 @@ SPACE = {
 }
 KEYS = {"precision", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
 KEYS |= {"baseline", "collapse_share", "sentence"}
-OPTIONS = ("--top", "1", "--max-seeds", "3", "--precisions", "bf16")
+QUICK = ("--top", "1", "--max-seeds", "3")
+LIMIT = "With 24 labelled rows of test, "
 
 
-def test_precisions(tmp_path: Path) -> None:
+def test_precisions_and_configurations_are_compared(tmp_path: Path) -> None:
     write_study(tmp_path, n_trials=4, sampler={"name": "grid"}, search_space=SPACE)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    found = ok(hpo_command(tmp_path, "compare", "tiny.yaml", *OPTIONS, "--json")).json
-    assert all(row.keys() >= KEYS for row in found["verdicts"])
-    (row,) = found["verdicts"]
+    first = ok(hpo_command(tmp_path, "compare", "tiny.yaml", *QUICK, "--precisions", "bf16"))
+    assert first.err.index(LIMIT) < first.err.index("At most 6 trials, about ")
+    result = ok(hpo_command(tmp_path, "compare", "tiny", "--json")).json
+    assert result["recommendation"] in first.out
+    (row,) = result["verdicts"]
+    assert row.keys() >= KEYS
     assert (row["precision"], row["num_seeds"]) == ("bf16", 3)
     assert row["verdict"] in ("as_good", "worse", "not_shown")
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
-        trials = read_study(storage, "tiny-compare").trials
-    assert all(trial.telemetry["test_metrics"] for trial in trials)
+    limit, trials = result["in_advance"]
+    assert limit.startswith(LIMIT)
+    assert "no precision can be shown to be as good" in limit
+    assert trials.startswith("At most 6 trials, about ")
+    compared = stored(tmp_path, "tiny-compare").trials
+    assert len(compared) == 6, "the second command trains nothing"
+    assert all(trial.telemetry["test_metrics"] for trial in compared)
     assert not list(tmp_path.glob("runs/tiny-compare/checkpoints-*/trial-*/best-*"))
 
-    again = ok(hpo_command(tmp_path, "compare", "tiny.yaml"))
-    assert found["recommendation"] in again.out
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
-        assert len(read_study(storage, "tiny-compare").trials) == len(trials), "nothing is trained twice"
+    ok(hpo_command(tmp_path, "compare", "tiny.yaml", "--configurations", "--top", "2"))
+    ranked = ok(hpo_command(tmp_path, "compare", "tiny", "--configurations", "--json")).json
+    one, other = ranked["configurations"]
+    assert one["trial"] != other["trial"]
+    assert one["low"] < one["mean"] < one["high"]
+    assert (one["num_runs"], ranked["in_advance"][0][: len(LIMIT)]) == (3, LIMIT)
+    best = ok(hpo_command(tmp_path, "best", "tiny")).out
+    assert result["recommendation"] in best
+    assert f"Comparison of configurations on new seeds: {ranked['recommendation']}" in best
 
-    assert found["recommendation"] in ok(hpo_command(tmp_path, "best", "tiny")).out
 
-
-def test_what_is_stored(tmp_path: Path) -> None:
-    """The configurations are those that have an adapter, or moments that can be kept short."""
+def test_stored_precisions_of_weights_and_moments_are_compared(tmp_path: Path) -> None:
+    """Only configurations with an adapter, or with an optimizer of low-bit moments, take part."""
     space = {
         "adapter": {"type": "categorical", "choices": ["none", "lora"]},
         "base_precision": {"type": "categorical", "choices": ["fp32", "int8"], "when": {"adapter": "lora"}},
         "optimizer": {"type": "categorical", "choices": ["adamw", "adafactor"]},
     }
-    changes = {"search_space": space, "model": {"encoder": {**ENCODER, "hidden_size": 64}}}
-    training = {
-        "max_steps": 2,
-        "batch_size": 8,
-        "max_length": 64,
-        "lora_rank": 64,
-    }  # of large enough matrices
-    write_study(tmp_path, n_trials=6, training=training, **changes)
+    encoder = {**ENCODER, "hidden_size": 64}  # with large enough matrices
+    training = {"max_steps": 2, "batch_size": 8, "max_length": 64, "lora_rank": 64}
+    write_study(tmp_path, n_trials=6, training=training, search_space=space, model={"encoder": encoder})
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     bases, moments = (
-        ok(
-            hpo_command(
-                tmp_path, "compare", "tiny", "--over", *options, "--top", "1", "--max-seeds", "3", "--json"
-            )
-        ).json
-        for options in (
-            ("base_precision", "--precisions", "bf16,int8"),
-            ("optimizer_state", "--precisions", "int8"),
-        )
+        ok(hpo_command(tmp_path, "compare", "tiny", "--over", over, "--precisions", names, *QUICK, "--json"))
+        for over, names in (("base_precision", "bf16,int8"), ("optimizer_state", "int8"))
     )
-    assert [row["name"] for row in bases["verdicts"]] == ["base_precision bf16", "base_precision int8"]
-    assert {one["params"]["adapter"] for one in bases["configurations"]} == {"lora"}
-    assert {one["params"]["optimizer"] for one in moments["configurations"]} == {"adamw"}
-    for row in (bases["verdicts"][0], moments["verdicts"][0]):
+    names = [row["name"] for row in bases.json["verdicts"]]
+    assert names == ["base_precision bf16", "base_precision int8"]
+    assert {one["params"]["adapter"] for one in bases.json["configurations"]} == {"lora"}
+    assert {one["params"]["optimizer"] for one in moments.json["configurations"]} == {"adamw"}
+    for row in (bases.json["verdicts"][0], moments.json["verdicts"][0]):
         assert row["num_runs"] == 3
         assert row["stored_ratio_low"] <= row["stored_ratio"] <= row["stored_ratio_high"] < 0.9
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
-        trials = read_study(storage, "tiny-compare-base").trials
+    trials = stored(tmp_path, "tiny-compare-base").trials
     effective = [trial.telemetry["base_precision"]["effective"] for trial in trials]
     assert effective == [trial.params["base_precision"] for trial in trials]
-
     ok(hpo_command(tmp_path, "report", "tiny"))
     verdicts = (tmp_path / "runs" / "tiny" / "report" / "tables" / "verdicts.csv").read_text()
-    named = {line.partition(",")[0] for line in verdicts.splitlines()}
-    assert named == {"precision", "base_precision bf16", "base_precision int8", "optimizer_state int8"}
-    assert bases["recommendation"] in ok(hpo_command(tmp_path, "best", "tiny")).out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ("--over", "base_precision"),
-            "--over base_precision: no complete trial of `planted` can have another. ",
-        ),
-        (("--over", "optimizer_state", "--precisions", "bf17"), "optimizer_state must be one of fp32, bf16"),
-    ],
-)
-def test_an_impossible_comparison_is_refused(
-    planted_folder: Path, options: tuple[str, ...], message: str
-) -> None:
-    refused(hpo_command(planted_folder, "compare", "planted", *options), message)
+    assert {line.partition(",")[0] for line in verdicts.splitlines()} == {
+        "precision",
+        *names,
+        "optimizer_state int8",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +122,7 @@ PLANTED = ("compare", "tiny.yaml", "--top", "1", "--precisions", "bf16")
 
 
 def check_verdict(row: Any, difference: float, verdict: str, planted_folder: Path) -> None:
-    """The seeds differ by what they draw, the two trials of a pair by the loss alone."""
+    """Seeds differ by their draws, the two trials of a pair only by the loss."""
     assert (row["precision"], row["verdict"]) == ("bf16", verdict)
     assert row["difference"] == pytest.approx(difference)
     assert row["high"] - row["low"] > 0.4, "a thousand texts prove no more"
@@ -146,19 +130,18 @@ def check_verdict(row: Any, difference: float, verdict: str, planted_folder: Pat
         assert trial.telemetry["precision"]["agrees"]
 
 
-def test_an_encoder_with_a_planted_loss(planted_folder: Path) -> None:
+def test_a_planted_loss_is_worse(planted_folder: Path) -> None:
     with planted("lossy"):
         (row,) = ok(hpo_command(planted_folder, *PLANTED, "--json")).json["verdicts"]
     check_verdict(row, -2, "worse", planted_folder)
 
 
-def test_killed_comparisons_go_on_to_the_same_verdicts(planted_folder: Path, tmp_path: Path) -> None:
-    """Killed while a trial trains, and again between a look and what it leads to. No trial is lost."""
+def test_a_killed_comparison_reaches_the_same_verdict(planted_folder: Path, tmp_path: Path) -> None:
+    """Killed during a trial, and again between a judgement and its consequence. No trial is lost."""
     undisturbed = shutil.copytree(planted_folder, tmp_path / "undisturbed")
     options = ("--margin", "1.5", "--max-seeds", "5")
     with planted("noisy"):
         whole = ok(hpo_command(undisturbed, *PLANTED, *options, "--json")).json
-
     num_ended = 0
     for place, at in (("step", 4 * 4 + 3), ("judged", 1)):
         program = (str(Path(planted_encoder.__file__)), "noisy", place, str(at))
@@ -168,25 +151,25 @@ def test_killed_comparisons_go_on_to_the_same_verdicts(planted_folder: Path, tmp
         assert len(ended) > num_ended
         num_ended = len(ended)
     with planted("noisy"):
-        found = ok(hpo_command(planted_folder, *PLANTED, *options, "--json")).json
-    assert without_costs(found) == without_costs(whole)
-    trials, expected = compared_trials(planted_folder), compared_trials(undisturbed)
-    scores = {str(sorted(trial.params.items())): trial.telemetry["test_metrics"] for trial in trials}
-    assert scores == {
-        str(sorted(trial.params.items())): trial.telemetry["test_metrics"] for trial in expected
-    }
-    assert len(trials) == len(expected) == len(scores)
+        resumed = ok(hpo_command(planted_folder, *PLANTED, *options, "--json")).json
+    assert without_costs(resumed) == without_costs(whole)
+    trials, expected = (
+        {str(sorted(trial.params.items())): trial.telemetry["test_metrics"] for trial in compared_trials(of)}
+        for of in (planted_folder, undisturbed)
+    )
+    assert trials == expected
+    assert len(compared_trials(planted_folder)) == len(trials)
 
 
-def without_costs(found: Any) -> Any:
-    """All of a result but its speeds and memory, and what is recommended: the faster of two as good."""
-    if isinstance(found, dict):
-        timed = {key for key in found if "_ratio" in key} | {"recommendation"}
-        return {key: without_costs(value) for key, value in found.items() if key not in timed}
-    return [without_costs(one) for one in found] if isinstance(found, list) else found
+def without_costs(result: Any) -> Any:
+    """A result without speeds, memory, and the recommendation, which is the faster of two as good."""
+    if isinstance(result, dict):
+        timed = {key for key in result if "_ratio" in key} | {"recommendation"}
+        return {key: without_costs(value) for key, value in result.items() if key not in timed}
+    return [without_costs(one) for one in result] if isinstance(result, list) else result
 
 
-def test_the_end_of_its_job_ends_a_comparison_which_goes_on_later(planted_folder: Path) -> None:
+def test_a_comparison_continues_after_the_end_of_its_job(planted_folder: Path) -> None:
     forward = PlantedLayer.forward
 
     def slow_forward(self: PlantedLayer, words_BW: Tensor) -> Tensor:
@@ -205,15 +188,15 @@ def test_the_end_of_its_job_ends_a_comparison_which_goes_on_later(planted_folder
     check_verdict(result["verdicts"][0], 0, "as_good", planted_folder)
 
 
-def test_a_precision_without_support_on_this_device(folder: Path) -> None:
-    """Nothing is stored, so that a comparison without it can be begun; one that was begun elsewhere stays."""
-    refused(hpo_command(folder, "compare", "tiny.yaml", "--precisions", "tf23"), "Did you mean `tf32`?")
-    refused(
-        hpo_command(folder, "compare", "tiny.yaml", "--precisions", "tf32", "--json"),
-        "needs tf32, but this is ",
-        "`tf32` needs CUDA with compute capability >= 8.0",
-        "Leave tf32 out of --precisions, or compare on a device that does.",
-    )
+def test_an_impossible_comparison_is_refused(folder: Path) -> None:
+    """Nothing is stored, so another comparison can begin; a comparison from another device is kept."""
+    for options, message in (
+        (("--over", "base_precision"), "no complete trial of `tiny` can have another. "),
+        (("--configurations", "--margin", "1"), "--configurations takes no --margin"),
+    ):
+        refused(hpo_command(folder, "compare", "tiny.yaml", *options), message)
+    unsupported = hpo_command(folder, "compare", "tiny.yaml", "--precisions", "tf32", "--json")
+    refused(unsupported, "needs tf32, but this is ", "Leave tf32 out of --precisions, or compare on a device")
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
         assert not storage.has_study("tiny-compare")
         record = read_study(storage, "tiny")

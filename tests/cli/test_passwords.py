@@ -9,9 +9,7 @@ from support.postgres import PASSWORD
 
 
 @pytest.mark.postgres
-def test_no_file_of_an_export_a_deployment_or_a_report_has_the_password(
-    tmp_path: Path, postgres_url: str
-) -> None:
+def test_no_written_file_contains_the_password(tmp_path: Path, postgres_url: str) -> None:
     quoted = postgres_url.split(":")[2].partition("@")[0]
     study = write_mood_study(tmp_path, n_trials=1)
     storage = ("--storage", postgres_url)
@@ -23,9 +21,9 @@ def test_no_file_of_an_export_a_deployment_or_a_report_has_the_password(
     ]
     for command in commands:
         finished = ok(hpo_command(tmp_path, *command))
-        for said in (finished.out, finished.err):
-            assert PASSWORD not in said
-            assert quoted not in said
+        for text in (finished.out, finished.err):
+            assert PASSWORD not in text
+            assert quoted not in text
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert names >= {"deploy.json", "hpo.json", "report.html", "model.safetensors"}

@@ -1,10 +1,14 @@
+"""`hpo check` and `hpo plan`: before a study runs."""
+
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import hpo_command, ok
+from support.command_line import hpo_command, ok, refused
+from support.jsonl_sets import write_set
 from support.own_code_studies import EXAMPLE
 from support.own_code_studies import write as write_code_study
 from support.tiny import tiny_study, write_study
@@ -12,33 +16,6 @@ from support.tiny import tiny_study, write_study
 from hpo.report.plan import TrialCost, make_plan
 
 PROMOTE = {"name": "promote", "starts": 0.1, "keep": 1}
-
-
-def cost(seconds: float, precision: str = "fp32") -> TrialCost:
-    return TrialCost(precision, 100.0, seconds, "a test")
-
-
-def planned(tmp_path: Path, *costs: TrialCost, num_workers: int = 1, **changes: Any) -> Any:
-    return make_plan(tiny_study(tmp_path, **changes), list(costs), None, num_workers)
-
-
-def test_what_a_number_of_trials_comes_to(tmp_path: Path) -> None:
-    """Of 30 starts ten go on to 0.3, and three to the end: 3 + 2 + 2.1 whole trials."""
-    plan = planned(tmp_path, cost(60), cost(20, "bf16"), num_workers=2, n_trials=30, pruner=PROMOTE)
-    assert [(stage.end, stage.num_trials) for stage in plan.stages] == [(0.1, 30), (0.3, 10), (1.0, 3)]
-    assert plan.whole_trials == pytest.approx(7.1)
-    assert plan.hours == pytest.approx(7.1 * 40 / 3600)
-    assert plan.hours_to_the_end == pytest.approx(plan.hours / 2)
-
-
-@pytest.mark.parametrize(("pruner", "num_trials"), [({"name": "none"}, 7), (PROMOTE, 28)])
-def test_what_a_budget_buys(tmp_path: Path, pruner: dict[str, Any], num_trials: int) -> None:
-    """Of 28 starts nine and three go on, which is 6.7 whole trials; of 30 it would be 7.1."""
-    plan = planned(tmp_path, cost(60), n_trials=100, budget={"hours": 7.05 * 60 / 3600}, pruner=pruner)
-    assert plan.stages[0].num_trials in (num_trials, num_trials + 1)
-    assert plan.whole_trials <= 7.05
-
-
 UNDEFINED = """
 
 @hpo.metric("rank", ["single_label"])
@@ -47,27 +24,59 @@ def rank(truths, predictions):
 """
 
 
-def test_a_cost_needs_no_objective(tmp_path: Path) -> None:
-    """A metric may have no value after so few steps."""
-    limits = {"peak_memory_bytes": {"max": 1}}
-    write_code_study(
-        tmp_path, EXAMPLE + UNDEFINED, objective={"metric": "tone/rank"}, constraints=limits, search_space={}
-    )
-    told = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json
-    assert [one["measured_by"] for one in told["costs"]] == ["13 steps"]
+def test_check_describes_the_data_of_a_file_or_a_stored_study(tmp_path: Path) -> None:
+    path = write_study(tmp_path)
+    refused(hpo_command(tmp_path, "check", "tiny"), "Did you mean `./tiny.yaml`?")
+    shown = ok(hpo_command(tmp_path, "check", "tiny.yaml", width=120)).out
+    assert "criteria" in shown
+    assert not (tmp_path / "runs" / "hpo.db").exists()
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    path.unlink()
+    checked = ok(hpo_command(tmp_path, "check", "tiny", "--json")).json
+    assert checked.keys() >= {"study", "facts", "lengths", "advice"}
+    assert checked["facts"]["splits"]["train"] == {"num_rows": 48, "num_duplicates": 0}
 
 
-def test_it_is_measured_first_and_then_by_the_trials(tmp_path: Path) -> None:
-    write_study(tmp_path, n_trials=2)
+def planned(tmp_path: Path, *seconds: float, num_workers: int = 1, **changes: Any) -> Any:
+    precisions = zip(("fp32", "bf16"), seconds, strict=False)
+    costs = [TrialCost(precision, 100.0, one, "a test") for precision, one in precisions]
+    return make_plan(tiny_study(tmp_path, **changes), costs, None, num_workers)
+
+
+@pytest.mark.parametrize(("pruner", "num_trials"), [({"name": "none"}, 7), (PROMOTE, 28)])
+def test_plan_of_a_budget(tmp_path: Path, pruner: dict[str, Any], num_trials: int) -> None:
+    """Of 28 starts nine and three continue, which is 6.7 whole trials; of 30 it would be 7.1."""
+    plan = planned(tmp_path, 60, n_trials=100, budget={"hours": 7.05 * 60 / 3600}, pruner=pruner)
+    assert plan.stages[0].num_trials in (num_trials, num_trials + 1)
+    assert plan.whole_trials <= 7.05
+
+
+def test_a_cost_is_measured_also_if_the_objective_is_undefined(tmp_path: Path) -> None:
+    limits, objective = {"peak_memory_bytes": {"max": 1}}, {"metric": "tone/rank"}
+    write_code_study(tmp_path, EXAMPLE + UNDEFINED, objective=objective, constraints=limits, search_space={})
+    plan = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json
+    assert [one["measured_by"] for one in plan["costs"]] == ["13 steps"]
+
+
+def test_plan_measures_first_and_then_uses_the_trials(tmp_path: Path) -> None:
+    rows = {
+        split: [{"id": f"{split}{n}", "text": f"x {n}", "labels": {"topic": "ab"[n % 2]}} for n in range(num)]
+        for split, num in (("train", 32), ("validation", 24))
+    }
+    kind = {"kind": "single_label", "classes": ["a", "b"]}
+    data = write_set(tmp_path / "data", {"topic": kind}, **rows)
+    write_study(tmp_path, n_trials=2, data={"source": "jsonl", "path": str(data)})
     before = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--workers", "2", "--json")).json
     assert [one["measured_by"] for one in before["costs"]] == ["13 steps"]
-    assert before["whole_trials"] == 2
+    assert before["limit"].startswith("With 24 labelled rows of validation, ")
     assert before["hours"] == pytest.approx(2 * before["costs"][0]["seconds"] / 3600)
     assert before["hours_to_the_end"] == pytest.approx(before["hours"] / 2)
     assert not (tmp_path / "runs/hpo.db").exists(), "nothing is stored"
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    after = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json
-    assert [one["measured_by"] for one in after["costs"]] == ["2 complete trials"]
-    assert after["spent_hours"] > 0
-    told = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--hours", "0.01")).out
-    assert "of the budget of 36 s" in told
+    shutil.rmtree(data)  # a measured study needs no data
+    after = hpo_command(tmp_path, "plan", "tiny.yaml", "--json")
+    assert [one["measured_by"] for one in ok(after).json["costs"]] == ["2 complete trials"]
+    assert after.json["spent_hours"] > 0
+    text = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--hours", "0.01"))
+    assert "of the budget of 36 s" in text.out
+    assert "The losses that `hpo compare` cannot exclude are not known here: " in text.err

@@ -11,17 +11,16 @@ from typing import Any, NoReturn
 
 import huggingface_hub.constants
 import pytest
-from support.command_line import ROOT, Finished, hpo_command, ok, refused
+from support.command_line import ROOT, hpo_command, ok, refused
 from support.readme import README
 
-import hpo
 from hpo.config.study_config import load_study
 from hpo.data.dataset import load_data
 
 
 @pytest.fixture(scope="session")
 def exported(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the study that was run, the export `model` of its best trial, and `test.jsonl`."""
+    """A folder with the finished study, the export `model` of its best trial, and `test.jsonl`."""
     folder = Path(shutil.copytree(ran, tmp_path_factory.mktemp("exported") / "it"))
     ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model"))
     examples = load_data(load_study(folder / "tiny.yaml").data).splits["test"]
@@ -34,12 +33,6 @@ def rows_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def one_error(finished: Finished, message: str, lines: int = 1) -> None:
-    error = refused(finished, message).err.partition("Error: ")[2]
-    assert message in error
-    assert error.count("\n") == lines
-
-
 def test_the_command_of_the_readme(exported: Path) -> None:
     section = README.read_text().split("## Using the model", 1)[1].split("\n## ", 1)[0]
     (command,) = re.findall(r"`hpo (predict .*?)`", section)
@@ -49,78 +42,50 @@ def test_the_command_of_the_readme(exported: Path) -> None:
     assert row.keys() == {"id", "text", "labels", "spans", "scores"}
 
 
-def test_an_output_file(exported: Path, tmp_path: Path) -> None:
+def test_an_output_file_can_be_predicted_again(exported: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
     finished = ok(hpo_command(exported, "predict", "model", "test.jsonl", "--output", str(out)))
     assert finished.out == ""
     assert f"24 predictions are in {out}." in finished.err
     assert [file.name for file in tmp_path.iterdir()] == [out.name]
-    # What is written can be predicted again.
-    again = ok(hpo_command(exported, "predict", "model", str(out)))
-    assert len(rows_of(again.out)) == 24
+    assert len(rows_of(ok(hpo_command(exported, "predict", "model", str(out))).out)) == 24
 
 
-def test_unreadable_rows(exported: Path, tmp_path: Path) -> None:
+def test_unreadable_rows_are_listed(exported: Path, tmp_path: Path) -> None:
     texts, out = tmp_path / "texts.txt", tmp_path / "out.jsonl"
     texts.write_text("I sleep badly.\n\nAll is well.\n \nI am tired.\n\n")  # the last line is no row
-    arguments = ("predict", "model", str(texts), "--output", str(out))
-    finished = hpo_command(exported, *arguments)
-    one_error(finished, f"2 rows of {texts} cannot be read; mend or --skip-bad-rows:", lines=3)
-    assert f"\n  {texts}:2: `text` is empty\n  {texts}:4: `text` is empty\n" in finished.err
-    assert not out.exists()
-    finished = ok(hpo_command(exported, *arguments, "--skip-bad-rows"))
-    assert f"2 of 5 rows are left out:\n  {texts}:2: `text` is empty\n" in finished.err
-    assert [row["id"] for row in rows_of(out.read_text())] == ["row-1", "row-3", "row-5"]
-    told = ok(hpo_command(exported, *arguments, "--skip-bad-rows", "--json"))
+    predict = ("predict", "model", str(texts), "--output", str(out))
     left_out = [f"{texts}:{number}: `text` is empty" for number in (2, 4)]
-    assert told.json == {"num_predictions": 3, "left_out": left_out, "output": str(out)}
-    told = ok(hpo_command(exported, *arguments[:3], "--skip-bad-rows", "--json"))
-    assert told.err == ""
-    assert told.json["predictions"] == rows_of(out.read_text())
+    finished = refused(hpo_command(exported, *predict), f"2 rows of {texts} cannot be read")
+    assert f"\n  {left_out[0]}\n  {left_out[1]}\n" in finished.err
+    assert not out.exists()
+    finished = ok(hpo_command(exported, *predict, "--skip-bad-rows", "--json"))
+    assert finished.json == {"num_predictions": 3, "left_out": left_out, "output": str(out)}
+    assert [row["id"] for row in rows_of(out.read_text())] == ["row-1", "row-3", "row-5"]
+    shown = ok(hpo_command(exported, *predict[:3], "--skip-bad-rows", "--json"))
+    assert (shown.err, shown.json["predictions"]) == ("", rows_of(out.read_text()))
     texts.write_text("\n")
-    one_error(hpo_command(exported, *arguments, "--skip-bad-rows"), "must hold at least one text, but is")
+    refused(hpo_command(exported, *predict, "--skip-bad-rows"), "must hold at least one text, but is")
 
 
 def test_wrong_arguments_are_refused(exported: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out.csv")
-    cases = [
+    for (model, file, *options), message in (
         (("tiny.yaml", "test.jsonl"), "must be a whole folder written by `hpo best --export`"),
         (("model", "tset.jsonl"), "no such file. Did you mean `test.jsonl`?"),
         (("model", "test.jsonl", "--output", "/dev/null/out.csv"), "/dev/null is no folder"),
         (("model", "test.jsonl", "--precision", "fp8"), "`fp8` needs CUDA"),
-    ]
-    for (model, file, *options), message in cases:
+    ):
         options = options if "--output" in options else [*options, "--output", out]
-        one_error(hpo_command(exported, "predict", model, file, *options), message)
+        refused(hpo_command(exported, "predict", model, file, *options), message)
     assert not any(tmp_path.iterdir())
 
 
-NEEDED = (
-    *("config.json", "heads.safetensors", "hpo.json", "model.safetensors"),
-    *("tokenizer.json", "tokenizer_config.json"),
-)
-
-
-def test_a_damaged_export_names_the_file(exported: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(exported / "model", tmp_path / "model"))
-    assert {file.name for file in folder.iterdir()} == {*NEEDED}
-    for lost in NEEDED:
-        (folder / lost).rename(tmp_path / "lost")
-        finished = hpo_command(exported, "predict", str(folder), "test.jsonl")
-        one_error(finished, lost)
-        assert "written by `hpo best --export`" in finished.err
-        (tmp_path / "lost").rename(folder / lost)
-    older = '{"format": 1}'
-    for content, message in (("{", "must be a whole folder"), (older, "but it has 1 (torch)")):
-        (folder / "hpo.json").write_text(content)
-        one_error(hpo_command(exported, "predict", str(folder), "test.jsonl"), message)
-
-
-def test_an_export_is_read_without_a_request(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+def test_an_export_is_read_without_a_network(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[object] = []
 
     def refuse(*arguments: object, **_: object) -> NoReturn:
-        asked.append(arguments)
+        requests.append(arguments)
         raise OSError("no network in this test")
 
     for name in ("connect", "connect_ex"):
@@ -128,24 +93,18 @@ def test_an_export_is_read_without_a_request(exported: Path, monkeypatch: pytest
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     ok(hpo_command(exported, "predict", "model", "test.jsonl"))
-    hpo.load(exported / "model").predict(["I sleep badly."])
-    assert asked == []
+    assert requests == []
 
 
-def test_an_export_needs_nothing_of_the_study(exported: Path, tmp_path: Path) -> None:
-    """In a process of its own, in another folder, with `import hpo` alone; which imports no PyTorch."""
+def test_an_export_works_alone_in_a_new_process(exported: Path, tmp_path: Path) -> None:
+    """`import hpo` itself imports no PyTorch."""
     shutil.copytree(exported / "model", tmp_path / "elsewhere")
     script = (
         "import sys, hpo; assert 'torch' not in sys.modules; model = hpo.load('elsewhere', device='cpu'); "
         "print(model.predict(['I sleep badly.'])[0]['severity'].label)"
     )
-    found = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", script],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() in ("none", "mild", "moderate", "severe")
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("none", "mild", "moderate", "severe")

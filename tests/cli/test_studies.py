@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from support.jsonl_sets import write_set
 from support.tiny import ENCODER, write_long_study, write_study
 
 from hpo.study.checkpoints.checkpoint_folders import note_database
-from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store.schema import studies, workers
 from hpo.study.store.storage import open_storage
 
@@ -33,7 +31,7 @@ def elsewhere(folder: Path) -> tuple[Path, str]:
 
 
 def change_definition(folder: Path, **changes: Any) -> None:
-    """Change keys of the stored study, as whoever can write to its database may."""
+    """Change keys of the stored study, like a stranger with access to its database."""
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
         row = connection.execute(sa.select(studies)).one()
         definition = json.loads(row.definition) | changes
@@ -46,154 +44,118 @@ def made(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_worker_needs_the_database_alone(made: Path) -> None:
+def test_a_worker_needs_only_the_database(made: Path) -> None:
     here, url = elsewhere(made)
     (here / "studies").mkdir()
     write_study(here / "studies", n_trials=7, training={"max_steps": 9})  # another study of that name
-    finished = ok(hpo_command(here, "worker", "tiny", "--storage", url, "--json"))
-    assert finished.json == {
-        "study": "tiny",
-        "ended": "finished",
-        "outcomes": {"complete": 2},
-        "left_out": {},
-    }
+    worked = ok(hpo_command(here, "worker", "tiny", "--storage", url, "--json")).json
+    assert worked == {"study": "tiny", "ended": "finished", "outcomes": {"complete": 2}, "left_out": {}}
     refused(hpo_command(here, "worker", "studies/tiny.yaml", "--storage", url), "training.max_steps: 4 -> 9")
-    ok(hpo_command(here, "worker", str(made / "tiny.yaml"), "--storage", url))
+    unknown = hpo_command(here, "worker", "tony", "--storage", url)
+    refused(unknown, "There is no study `tony` in sqlite:///", "there is no study `tony` in studies")
     (listed,) = ok(hpo_command(made, "studies", "--json")).json
     assert (listed["name"], listed["state"], listed["workers"]) == ("tiny", "done", 0)
     assert listed["trials"] == {"open": 0, "running": 0, "done": 2, "total": 2}
     assert "tiny   finished  2 of 2" in ok(hpo_command(made, "studies", width=120)).out
 
 
-def test_an_unknown_name(made: Path) -> None:
-    url = f"sqlite:///{made}/runs/hpo.db"
-    messages = ("There is no study `tony` in sqlite:///", "there is no study `tony` in studies")
-    refused(hpo_command(made, "worker", "tony", "--storage", url), *messages)
-
-
-def test_a_definition_of_another_name_is_refused(made: Path) -> None:
+def test_a_definition_with_another_name_is_refused(made: Path) -> None:
     change_definition(made, name="other")
     refused(hpo_command(made, "worker", "tiny"), "is of `other`")
 
 
-def test_code_of_an_encoder_runs_only_where_it_is_trusted(made: Path) -> None:
-    """A worker of a name does not take the database's word, and one of a file takes nothing from there."""
+def test_code_of_an_encoder_runs_only_if_it_is_trusted(made: Path) -> None:
+    """The database cannot ask for it, neither by a study's name nor by its file."""
     change_definition(made, model={"encoder": ENCODER, "revision": None, "trust_remote_code": True})
-    (made / "studies").mkdir()
-    for study, message in (
-        ("tiny", "give the option --trust-remote-code"),
-        ("./tiny.yaml", "~ model.trust_remote_code: true -> false"),
-    ):
-        refused(hpo_command(made, "worker", study), message)
+    refused(hpo_command(made, "worker", "tiny"), "give the option --trust-remote-code")
+    refused(hpo_command(made, "worker", "./tiny.yaml"), "~ model.trust_remote_code: true -> false")
     trusted = ok(hpo_command(made, "worker", "tiny", "--trust-remote-code", "--json"))
     assert trusted.json["outcomes"] == {"complete": 2}
-    url = f"sqlite:///{made}/runs/hpo.db"
-    scored = hpo_command(made / "studies", "best", "tiny", "--evaluate", "test", "--storage", url)
+    here, url = elsewhere(made)
+    scored = hpo_command(here, "best", "tiny", "--evaluate", "test", "--storage", url)
     refused(scored, "give the option --trust-remote-code")
 
 
-def test_a_worker_needs_a_study(tmp_path: Path) -> None:
-    refused(hpo_command(tmp_path, "worker"), "Missing argument 'STUDY'")
-    message = "Error: `hpo worker --idle-timeout` was removed. "
-    refused(hpo_command(tmp_path, "worker", "--idle-timeout", "3"), message)
-
-
-@pytest.mark.parametrize("command", ["pause", "cancel"])
-def test_trials_of_a_running_study_are_checkpointed_first(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(("command", "state"), [("pause", "paused"), ("cancel", "cancelled")])
+def test_pause_and_cancel_checkpoint_running_trials(tmp_path: Path, command: str, state: str) -> None:
     path = write_long_study(tmp_path, 0.1, max_steps=100_000)
     process = start_hpo(tmp_path, "run", str(path))
     wait_until(lambda: bool(saved_steps(tmp_path)), process)
-    changed = ok(hpo_command(tmp_path, command, "tiny"))
-    state = {"pause": "paused", "cancel": "cancelled"}[command]
-    assert f"The study tiny is {state}: 0 of 2 trials ended" in changed.out
-    ended = ok(finish(process))
-    assert (
-        f"The study tiny is {state}: 0 of 2 trials ended. To continue it: hpo resume tiny, then hpo worker"
-        in ended.out
-    )
+    assert f"The study tiny is {state}: 0 of 2 trials ended" in ok(hpo_command(tmp_path, command, "tiny")).out
+    closed = f"The study tiny is {state}: 0 of 2 trials ended. To continue it: hpo resume tiny, then hpo work"
+    assert closed in ok(finish(process)).out
     (trial,) = stored(tmp_path).trials
     assert (trial.state, trial.outcome) == ("RUNNING" if command == "pause" else "FAIL", "preempted")
-    again = ok(hpo_command(tmp_path, "run", str(path)))
-    assert (
-        f"The study tiny is {state}: 0 of 2 trials ended. To continue it: hpo resume tiny, then hpo worker"
-        in again.out
-    )
-    assert (
-        f"The study is {state}. To continue it: hpo resume tiny"
-        in ok(hpo_command(tmp_path, "status", "tiny")).out
-    )
+    assert closed in ok(hpo_command(tmp_path, "run", str(path))).out
+    status = ok(hpo_command(tmp_path, "status", "tiny")).out
+    assert f"The study is {state}. To continue it: hpo resume tiny" in status
     assert f"is no longer {state}" in ok(hpo_command(tmp_path, "resume", "tiny")).out
     assert stored(tmp_path).state == "open"
 
 
-def test_delete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`folder` has a study that was run to its end."""
-    kept = [*folder.glob("runs/tiny/checkpoints-*")]
+def test_delete_needs_consent_and_a_study_without_workers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kept,) = folder.glob("runs/tiny/checkpoints-*")
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
-        note_database(kept[0], storage)  # `folder` is a copy
-    refused(hpo_command(folder, "delete", "tiny", "--json"), "give --yes")
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        note_database(kept, storage)  # `folder` is a copy
+        refused(hpo_command(folder, "delete", "tiny", "--json"), "give --yes")
         start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
         alive = {"state": "live", "pid": os.getpid(), "process_start": start, "last_seen": time.time()}
-        alive |= {"host": "\x1b]0;theirs\x07"}
-        connection.execute(sa.update(workers).values(alive))
-    ended = refused(hpo_command(folder, "delete", "tiny", "--yes"), "`hpo cancel tiny` stops them.")
-    assert "\x1b" not in ended.err, "the host of a worker is what its row says"
-    assert [*kept[0].glob("trial-*/best-*")]
-    monkeypatch.setattr("hpo.api.lifecycle.WAIT_SECONDS", 0.1)
-    ended = hpo_command(folder, "cancel", "tiny")
-    assert ended.exit_code == 1
-    assert "is cancelled, but after 0.1 s it has process" in ended.err
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        connection.execute(sa.update(workers).values(state="left"))
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(workers).values({**alive, "host": "\x1b]0;theirs\x07"}))
+        ended = refused(hpo_command(folder, "delete", "tiny", "--yes"), "`hpo cancel tiny` stops them.")
+        assert "\x1b" not in ended.err, "the host comes from the database"
+        assert [*kept.glob("trial-*/best-*")]
+        monkeypatch.setattr("hpo.api.stored.WAIT_SECONDS", 0.1)
+        ended = hpo_command(folder, "cancel", "tiny")
+        assert ended.exit_code == 1
+        assert "is cancelled, but after 0.1 s it has process" in ended.err
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(workers).values(state="left"))
     deleted = ok(hpo_command(folder, "delete", "tiny", "--yes"))
     assert "other machines may have such a folder too" in deleted.out
-    assert not kept[0].exists()
+    assert not kept.exists()
     assert ok(hpo_command(folder, "studies")).out == "The database holds no study.\n"
-    assert hpo_command(folder, "delete", "tiny", "--yes").exit_code == 2
 
 
-def test_data_are_found_on_another_machine_and_must_be_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are where the study says, or under HPO_DATA_DIR by the last parts of that path."""
+def test_data_on_another_machine_must_be_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are at the study's path, or under HPO_DATA_DIR by the last parts of that path."""
     monkeypatch.delenv("HPO_DATA_DIR", raising=False)
     (tmp_path / "sets").mkdir()
     data = write_set(tmp_path / "sets" / "mine", TOPIC, train=rows("t"), validation=rows("v"))
     write_study(tmp_path, data={"source": "jsonl", "path": "sets/mine"}, n_trials=4)
-    start = hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "1")
-    ok(start)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "1"))
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
     here, url = elsewhere(tmp_path)
     moved = here / "data"
     moved.mkdir()
     data.rename(moved / "mine")
-    lost = hpo_command(here, "worker", "tiny", "--storage", url)
-    assert lost.exit_code == 2
-    assert f"There is no folder {data}. If it lies elsewhere, set HPO_DATA_DIR" in lost.err
+    worker = ("worker", "tiny", "--storage", url)
+    refused(hpo_command(here, *worker), f"There is no folder {data}. If it lies elsewhere, set HPO_DATA_DIR")
     monkeypatch.setenv("HPO_DATA_DIR", str(moved))
-    found = ok(hpo_command(here, "worker", "tiny", "--storage", url))
-    assert f"{data} is not here; the data are read from {moved / 'mine'}" in found.err
+    read = ok(hpo_command(here, *worker))
+    assert f"{data} is not here; the data are read from {moved / 'mine'}" in read.err
     ok(hpo_command(tmp_path, "init", "tiny.yaml", "--n-trials", "9"))
     write_set(moved / "mine", TOPIC, train=rows("x"))
-    other = hpo_command(here, "worker", "tiny", "--storage", url)
-    assert other.exit_code == 2
-    assert "The data of the study `tiny` have changed since it was made" in other.err
+    changed = "The data of the study `tiny` have changed since it was made"
+    for command in (worker, ("best", "tiny", "--storage", url, "--evaluate", "validation")):
+        finished = hpo_command(here, *command)
+        assert finished.exit_code == 2
+        assert changed in finished.err
     assert stored(tmp_path).counts["done"] == 4
 
 
-def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path) -> None:
-    """Neither `delete` nor `doctor --fix` of the database that it was copied from takes them."""
+def test_checkpoints_belong_to_the_copy_of_a_study(tmp_path: Path) -> None:
+    """Neither `delete` nor `doctor --fix` of the first database removes them."""
     ok(hpo_command(tmp_path, "run", str(write_study(tmp_path))))
     other = ("--storage", "sqlite:///other.db")
     ok(hpo_command(tmp_path, "copy", "tiny", "--to", other[1]))
     (folder,) = tmp_path.glob("runs/tiny/checkpoints-*")
     (folder / "trial-00009").mkdir()  # superfluous
     before = sorted(folder.rglob("*"))
-    refused(
-        hpo_command(tmp_path, "copy", "tiny", "--to", other[1]),
-        "Go on with that one, or name another database.",
-    )
+    again = hpo_command(tmp_path, "copy", "tiny", "--to", other[1])
+    refused(again, "Go on with that one, or name another database.")
     ok(hpo_command(tmp_path, "doctor", "--fix"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
     shown = folder.relative_to(tmp_path)
@@ -221,8 +183,8 @@ def test_delete_removes_uploaded_checkpoints(
     assert before
     (note,) = tmp_path.glob("runs/tiny/checkpoints-*/database")
     change_definition(tmp_path, checkpoint={"location": s3, "top_k": 1, "every_seconds": 30})
-    found = ok(hpo_command(tmp_path, "doctor", "--fix"))
-    assert f"Study tiny: {s3} has checkpoints of trials that keep none." in found.out
+    fixed = ok(hpo_command(tmp_path, "doctor", "--fix"))
+    assert f"Study tiny: {s3} has checkpoints of trials that keep none." in fixed.out
     left = uploaded()
     assert 0 < len(left) < len(before)
     note.unlink()
@@ -235,8 +197,7 @@ def test_delete_removes_uploaded_checkpoints(
     assert not uploaded()
 
 
-def test_where_checkpoints_are_is_shown_without_escape_sequences(made: Path) -> None:
-    """It is what the study's row says."""
+def test_a_location_of_checkpoints_is_shown_without_escape_sequences(made: Path) -> None:
     for command, where in ((["doctor"], "/theirs"), (["delete", "tiny", "--yes"], f"{made}/theirs")):
         change_definition(made, checkpoint={"location": f"{where}\x1b]0;x\x07", "top_k": 1})
         finished = hpo_command(made, *command)
@@ -244,39 +205,12 @@ def test_where_checkpoints_are_is_shown_without_escape_sequences(made: Path) -> 
         assert "\x1b" not in finished.out + finished.err, command
 
 
-def test_a_configuration_is_enqueued(tmp_path: Path) -> None:
-    space = {
-        "learning_rate": {"type": "float", "low": 1e-4, "high": 1e-2, "log": True},
-        "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]},
-        "init_scale": {"type": "categorical", "choices": [8.0, 64.0], "when": {"fp_precision": "fp16"}},
-    }
-    ok(hpo_command(tmp_path, "init", str(write_study(tmp_path, search_space=space, n_trials=1))))
-    for params, message in (
-        (["learning_rate=1"], r"Error: learning_rate=1 is outside 0\.0001 to 0\.01\.$"),
-        (
-            ["warmup_ratio=0.1"],
-            "Error: The study does not search `warmup_ratio`. It searches fp_",
-        ),
-        (["init_scale=8"], "Error: init_scale is searched only with fp_precision=fp16. Give that, too."),
-        (["init_scale=8", "fp_precision=fp32"], "only with fp_precision=fp16, not with fp_precision=fp32."),
-        (["fp_precision=bf16"], "Error: fp_precision=bf16 is none of its choices, which are fp32, fp16."),
-        (["learning_rate=fast"], "Error: learning_rate=fast: must be a number, but got `fast`."),
-        (["nonsense"], "Error: nonsense: must be written as NAME=VALUE."),
-    ):
-        options = [part for one in params for part in ("--param", one)]
-        ended = hpo_command(tmp_path, "enqueue", "tiny", *options)
-        assert ended.exit_code == 2
-        assert re.search(message, " ".join(ended.err.split())), ended.err
-    given = ("--param", "fp_precision=16-mixed", "--param", "init_scale=8")
-    told = ok(hpo_command(tmp_path, "enqueue", "tiny", *given, "--whole", "--json")).json
-    params = {"fp_precision": "fp16", "init_scale": 8.0}
-    assert told == {"study": "tiny", "enqueued": params, "ahead": 0, "whole": True}
-    [waiting] = stored(tmp_path).trials
-    assert waiting.attributes[WHOLE_ATTR] is True
-    refused(
-        hpo_command(tmp_path, "enqueue", "tiny", *given),
-        "must have a trial left to begin, but has 1, and 1 are enqueued",
+def test_a_worker_runs_the_enqueued_configuration(made: Path) -> None:
+    given = ("--param", "learning_rate=3e-4")
+    queued = ok(hpo_command(made, "enqueue", "tiny", *given, "--json")).json["enqueued"]
+    assert (
+        "learning_rate=0.0003. Before it in the queue: 1."
+        in ok(hpo_command(made, "enqueue", "tiny", *given)).out
     )
-    ok(hpo_command(tmp_path, "worker", "tiny"))
-    [trial] = stored(tmp_path).trials
-    assert told["enqueued"].items() <= trial.params.items()
+    ok(hpo_command(made, "worker", "tiny"))
+    assert [trial.params for trial in stored(made).trials] == [queued, queued]

@@ -16,6 +16,9 @@ from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer
 
 WORDS = "embeddings.word_embeddings.weight"
+ALBERT = BERT | {"model_type": "albert", "embedding_size": 16}
+MPNET = BERT | {"model_type": "mpnet"}
+FNET = {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
 
 
 @pytest.fixture
@@ -176,26 +179,30 @@ def test_code_of_a_model_runs_only_if_trusted(
 @pytest.mark.parametrize(
     ("encoder", "settings", "message"),
     [
-        ({"hidden_sise": 64}, {}, r"`hidden_sise` is not a key of bert\. Did you mean `hidden_size`"),
-        ({"model_type": "brt"}, {}, r"got `brt`\. Did you mean `\w*b\w*rt\w*`"),
-        ({"vocab_size": 100}, {}, r"vocab_size is 100 and the tokenizer .* has 30522 tokens"),
-        ({"tokenizer": 3}, {}, "`tokenizer` must be a name or a folder, but got 3"),
-        ({}, {"max_length": 65}, "at most the 64 positions of this BertModel, but it is 65"),
-        ({}, {"freeze_layers": 3}, "between 0 and the encoder's 2 layers, but it is 3"),
+        (BERT | {"hidden_sise": 64}, {}, r"`hidden_sise` is not a key of bert\. Did you mean `hidden_size`"),
+        (BERT | {"model_type": "brt"}, {}, r"got `brt`\. Did you mean `\w*b\w*rt\w*`"),
+        (BERT | {"vocab_size": 100}, {}, r"vocab_size is 100 and the tokenizer .* has 30522 tokens"),
+        (BERT | {"tokenizer": 3}, {}, "`tokenizer` must be a name or a folder, but got 3"),
+        ({"model_type": "t5"}, {}, "trains encoders and decoders, but t5 is both"),
+        (BERT, {"max_length": 65}, "at most the 64 positions of this BertModel, but it is 65"),
+        (BERT, {"freeze_layers": 3}, "between 0 and the encoder's 2 layers, but it is 3"),
         (
-            {"model_type": "albert", "embedding_size": 16},
+            ALBERT,
             {"freeze_layers": 1},
-            "must have one list of its 2 layers, but it has 0. Leave freeze_layers at 0",
+            "must have one list of its 2 layers, but it has 0. Leave freeze_layers",
         ),
+        (MPNET, {"attention": "eager", "gradient_checkpointing": True}, "MPNetModel does not support it"),
+        (MPNET, {"attention": "sdpa"}, "`sdpa` does not work for a fresh mpnet here.* Use eager or flash"),
         (
-            {"model_type": "mpnet"},
-            {"attention": "eager", "gradient_checkpointing": True},
-            "gradient_checkpointing: MPNetModel does not support it",
+            FNET,
+            {"attention": "eager", "attention_dropout": 0.2},
+            "a fresh fnet must have one of attention_pr",
         ),
-        (
-            {"model_type": "mpnet"},
-            {"attention": "sdpa"},
-            "attention: `sdpa` does not work for a fresh mpnet here.* Use eager or flash",
+        pytest.param(
+            BERT,
+            {"attention": "flash"},
+            "attention: `flash` does not work for .* Use sdpa or eager",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it may have flash attention"),
         ),
     ],
 )
@@ -203,28 +210,4 @@ def test_impossible_configuration_is_refused(
     encoder: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        make_model({**BERT, **encoder}, **settings)
-
-
-@pytest.mark.parametrize(
-    ("encoder", "options", "message"),
-    [
-        ({"model_type": "t5"}, {}, "trains encoders and decoders, but t5 is both"),
-        (
-            {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64},
-            {"attention": "eager", "attention_dropout": 0.2},
-            "attention_dropout: a fresh fnet must have one of attention_probs",
-        ),
-        pytest.param(
-            BERT,
-            {"attention": "flash"},
-            r"attention: `flash` does not work for .* Use sdpa or eager",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it may have flash attention"),
-        ),
-    ],
-)
-def test_impossible_option_of_an_encoder_is_refused(
-    encoder: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ModelError, match=message):
-        load_encoder(encoder, **options)
+        make_model(encoder, **settings)

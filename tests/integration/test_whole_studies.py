@@ -112,7 +112,7 @@ def test_exit_code_of_mostly_failed_trials(
         monkeypatch.setattr(stopping, "stop_at_end_of_input", lambda *_: None)
     finished = hpo_command(tmp_path, command, "tiny.yaml")
     assert finished.exit_code == exit_code
-    said = "Error: 2 of the 3 trials that ended here failed. `hpo report tiny` shows why.\n"
+    said = "Error: 2 of 3 trials failed here. `hpo report tiny` shows why.\n"
     assert finished.err.endswith(said) == bool(exit_code)
 
 
@@ -127,7 +127,7 @@ def test_remaining_trials_for_another_device(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("hpo.api.study.run_study", others_are_left)
     for command in ("run", "worker"):
         text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
-        assert "The trials that are left need a device with fp16 or tf32: 0 of 2 trials ended." in text
+        assert "The remaining trials need a device with fp16 or tf32: 0 of 2 trials ended." in text
         assert f"To continue there: hpo {command} tiny.yaml\n" in text
 
 

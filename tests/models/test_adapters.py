@@ -113,10 +113,7 @@ def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> Non
     executor = trained_on(tmp_path, ENCODERS[encoder], adapter=adapter)
     folder = exported(executor, tmp_path, "alone")
     with_peft = PeftModel.from_pretrained(AutoModel.from_pretrained(folder / "base"), str(folder)).eval()
-    inputs = {
-        "input_ids": torch.arange(1, 13)[None],
-        "attention_mask": torch.ones(1, 12, dtype=torch.long),
-    }
+    inputs = {"input_ids": torch.arange(1, 13)[None], "attention_mask": torch.ones(1, 12, dtype=torch.long)}
     ours: Any = hpo.load(folder).network.encoder  # type: ignore[union-attr]
     with torch.no_grad():
         states, expected, bare = (

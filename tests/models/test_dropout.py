@@ -62,6 +62,8 @@ def test_seed_decides_and_each_call_draws_again() -> None:
     first, again = draw(), draw()
     assert all(map(torch.equal, first, again))
     assert not torch.equal(*first)
+    torch.manual_seed(3)
+    assert not torch.equal(nn.Dropout(0.5)(torch.ones(1000)), first[0]), "masks from bits, not PyTorch's"
 
 
 @pytest.mark.parametrize(

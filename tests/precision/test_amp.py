@@ -18,6 +18,7 @@ from hpo.precision.amp import (
     AmpStatistics,
     MixedPrecision,
     backend_flags,
+    prepare_model,
     tf32_is_on,
 )
 from hpo.precision.table import PRECISIONS, AmpConfig
@@ -43,6 +44,19 @@ def test_backend_flags_and_their_older_names(name: str, tf32: bool) -> None:
             assert torch.get_float32_matmul_precision() == "highest"
         assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == tf32_is_on()
     assert (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32) == before
+
+
+def test_autocast_and_weights_of_precisions() -> None:
+    for name, precision in PRECISIONS.items():
+        if not precision.float8:
+            model = prepare_model(nn.ModuleList([nn.Linear(2, 2), nn.BatchNorm1d(2)]), precision)
+            dtypes = [str(weight.dtype) for weight in model.parameters()]
+            assert dtypes == [f"torch.{precision.weights}"] * 2 + ["torch.float32"] * 2
+        for context in (mixed(name).autocast(), mixed(name).evaluation()):
+            with context:
+                assert torch.is_autocast_enabled("cpu") == (precision.autocast is not None)
+        with mixed(name).autocast(enabled=False):
+            assert not torch.is_autocast_enabled("cpu")
 
 
 def test_compiler_cache_by_precision() -> None:

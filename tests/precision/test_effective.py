@@ -97,9 +97,10 @@ def test_every_kind_of_product(
     assert names in (None, formats.keys())
 
 
-def test_recurrent_layers() -> None:
+def test_recurrent_and_fp64_layers() -> None:
     formats = products(nn.LSTM(16, 16), torch.randn(2, 5, 16))
     assert formats == {"weight_ih_l0": {"float32"}, "weight_hh_l0": {"float32"}}
+    assert products(nn.Linear(16, 4).double(), torch.randn(2, 16).double()) == {"weight": {"float64"}}
 
 
 def test_tied_weight_with_a_hidden_fp32_product() -> None:

@@ -11,7 +11,7 @@ from support.observed_products import products
 from torch import Tensor, nn
 
 from hpo.precision.amp import prepare_model
-from hpo.precision.frozen import FrozenLinear, storage_facts, store_frozen
+from hpo.precision.frozen import STORAGE_DTYPES, FrozenLinear, storage_facts, store_frozen
 from hpo.precision.table import PRECISIONS
 
 KINDS = ["bf16", "int8", "nf4"]
@@ -110,6 +110,12 @@ def test_trained_weights_stay(kind: str, name: str) -> None:
     assert model.embedding(ids).dtype == weights
     assert model.embedding.weight.dtype == torch.bfloat16
     before = storage_facts(model)
+    assert before["storage_dtypes"] == {STORAGE_DTYPES[kind]: 1}
+    bits = {"bf16": 16, "int8": 8 + 32 / 96, "nf4": 4 + 32 / 64}[kind]
+    assert before["bits_per_weight"] == pytest.approx(bits, abs=1e-3)
+    trained = 3 * 40 * model.norm.weight.itemsize + 82 * model.head.weight.itemsize
+    assert before["weights_bytes"] == pytest.approx(96 * 40 * bits / 8 + 2 * 50 * 96 + trained)
+    assert storage_facts(model.head)["bits_per_weight"] is None, "it is trained"
     prepare_model(model, precision)
     prepare_model(model, replace(precision, frozen=kind))
     assert storage_facts(model) == before, "a second time changes nothing"

@@ -62,6 +62,17 @@ def test_part_equals_fp32(name: str, reduced: torch.dtype) -> None:
     torch.testing.assert_close(made, Model().second(given.float()), rtol=0, atol=0)
 
 
+class Dtypes(nn.Module):
+    def forward(self, x: Tensor, index: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        return x.dtype, index.dtype
+
+
+def test_integer_inputs_of_a_part() -> None:
+    part = Dtypes()
+    run_in_float32(part)
+    assert part(X.half(), torch.arange(2)) == (torch.float32, torch.int64)
+
+
 def test_part_beyond_the_range_of_fp16() -> None:
     model = Model()
     with torch.no_grad():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from hpo.device import DeviceInfo
 from hpo.errors import Failed, InputError, Unsupported
 from hpo.precision.table import (
     PRECISION_NAMES,
+    PRECISIONS,
     AmpConfig,
     apply_preset,
     base_lacks,
@@ -40,12 +42,24 @@ P100, T4, A100, H200, UNKNOWN_GPU = gpu(6, 0), gpu(7, 5), gpu(8, 0), gpu(9, 0), 
 OLD_CPU, AMX = cpu("avx2"), cpu("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16")
 
 
-def test_names() -> None:
+def test_names_and_ranges() -> None:
     aliases = {"none": "fp32", "32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
     assert {name: canonical_precision(name) for name in aliases} == aliases
     assert [canonical_precision(name) for name in PRECISION_NAMES] == [*PRECISION_NAMES]
     with pytest.raises(ValueError, match=r"no precision is called 'bf61'\. Did you mean `bf16`"):
         canonical_precision("bf61")
+    assert [name for name, one in PRECISIONS.items() if one.changes_weights] == ["bf16-true", "fp8"]
+    for key, values in (
+        ("init_scale", (0, 1e39)),
+        ("growth_factor", (1,)),
+        ("backoff_factor", (0, 1)),
+        ("memory_fraction", (0, 1.01)),
+        ("max_fp32_fallbacks", (-1,)),
+    ):
+        for value in values:
+            with pytest.raises(ValidationError, match=key):
+                AmpConfig.model_validate({key: value})
+    AmpConfig(backoff_factor=0.99, memory_fraction=1, max_fp32_fallbacks=0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status
 from hpo.report.terminal import print_parts, text_table
 from hpo.study.reading.study_record import WorkerRecord
-from hpo.study.reading.watch import Look
+from hpo.study.reading.watch import StudyProgress
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}
 LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. Use fp32 or bf16."
@@ -74,8 +74,8 @@ def watched(number: int, outcome: str = "", reason: str = "", *values: float) ->
     return trial
 
 
-def running(*values: float, progress: Any = None, number: int = 0) -> Look:
-    return Look([(watched(number, "", "", *values), progress or {})])
+def running(*values: float, progress: Any = None, number: int = 0) -> StudyProgress:
+    return StudyProgress([(watched(number, "", "", *values), progress or {})])
 
 
 STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7}
@@ -97,7 +97,7 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     clock[0] = 92.0
     shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}, number=9))
     ended = [watched(7, "complete", "", 0.625), watched(8, "unsupported", LONG)]
-    shown.show(Look([], ended, best=(0.625, 7), num_done=2))
+    shown.show(StudyProgress([], ended, best=(0.625, 7), num_done=2))
     assert screen.lines == [
         "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
         "trial   9",

@@ -1,8 +1,7 @@
-"""A study whose exports can be ruined for int8 on purpose, while they stay the same functions in fp32.
+"""Study with a flaw for its exports: int8 ruins them, and fp32 computes the same as before.
 
-A channel of the attention's values is multiplied by 1e4, and its weights in the next layer, the
-attention's output, by 1e-4. With one scale for all activations of that layer, int8 rounds every other channel
-to zero.
+A channel of the attention's values is multiplied by 1e4, and its weights in the next layer, the attention's
+output, by 1e-4. With one scale for all activations, int8 rounds every other channel to zero.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ OUTPUT = "encoder.encoder.layer.0.attention.output.dense"
 VALUE = "encoder.encoder.layer.0.attention.self.value"
 FACTOR = 1e4
 MAX_DROP = 11.0
-"""Points, that the 40 rows of validation suffice for: on so few nothing less can be excluded."""
+"""Smallest loss in points that the 40 rows of validation can exclude."""
 
 
 def write_mood_study(folder: Path, **changes: Any) -> Path:
-    """Texts that are `good` or `bad` by one word, of which the first token learns by the attention alone."""
+    """Write a study of texts with one word `good` or `bad`, which the first token sees by attention alone."""
     numbers = itertools.count()
 
     def rows(num: int) -> Iterator[dict[str, Any]]:
@@ -54,7 +53,7 @@ def write_mood_study(folder: Path, **changes: Any) -> Path:
 
 
 def ruin(exported: Path) -> Path:
-    """Plant the flaw in an exported model."""
+    """Plant the flaw in an exported model, and return its folder."""
     file = exported / "model.safetensors"
     weights = load_file(file)
     value, output = (name.removeprefix("encoder.") for name in (VALUE, OUTPUT))
@@ -69,7 +68,7 @@ def ruin(exported: Path) -> Path:
 
 
 def ruined_exports(module: str = "hpo.trial.best_model") -> Any:
-    """A context in which every trial that is exported, as `module` sees it, has the flaw."""
+    """Plant the flaw in every export by `module` inside the block."""
     export: Callable[..., Path] = best_model.export_checkpoint
     return mock.patch(
         f"{module}.export_checkpoint", side_effect=lambda *args, **of: ruin(export(*args, **of))

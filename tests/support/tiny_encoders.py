@@ -1,4 +1,4 @@
-"""Encoders of two layers and 32 dimensions, one for each architecture that the tests cover."""
+"""Encoders of two layers and 32 dimensions, one for each architecture in the tests."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def family_encoder(family: str, **settings: Any) -> nn.Module:
 
 
 def save_encoder(folder: Path, **options: Any) -> Path:
-    """A folder as `save_pretrained` writes it: config, weights of seed 0, tokenizer."""
+    """Save an encoder: config, weights of seed 0, tokenizer."""
     torch.manual_seed(0)
     encoder: Any = load_encoder(BERT)
     encoder.save_pretrained(folder, **options)
@@ -77,7 +77,7 @@ def save_encoder(folder: Path, **options: Any) -> Path:
 
 
 def make_model(encoder: str | dict[str, Any] = BERT, *, seed: int = 0, **settings: Any) -> MultitaskModel:
-    """A model with a seed, two tasks and short texts, unless `settings` of a study file say otherwise."""
+    """Build a model with two tasks and short texts. `settings` are those of a study file."""
     torch.manual_seed(seed)
     tasks = settings.pop("tasks", TASKS)
     settings = {"max_length": 16, **settings}
@@ -92,14 +92,14 @@ def family_model(family: str, **settings: Any) -> MultitaskModel:
 
 
 def make_batch(lengths: tuple[int, ...] = (12, 7)) -> tuple[Tensor, Tensor]:
-    """Random token ids and the attention mask, both [B, L]; padded with id 0, minilm's."""
+    """Return random token ids and the attention mask, both [B, L], padded with minilm's id 0."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     generator = torch.Generator().manual_seed(0)
     return torch.randint(1000, 20000, mask.shape, generator=generator) * mask, mask
 
 
 def scalar_loss(model: MultitaskModel, lengths: tuple[int, ...] = (12, 7)) -> Tensor:
-    """A loss that every parameter has a part in."""
+    """Compute a loss that depends on every parameter."""
     torch.manual_seed(0)
     return torch.stack([logits.square().mean() for logits in model(*make_batch(lengths)).values()]).sum()
 

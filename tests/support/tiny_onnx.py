@@ -1,4 +1,4 @@
-"""Tiny models as exports of PyTorch and of ONNX, and what both compute."""
+"""Exports of tiny models for PyTorch and ONNX, and their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DECISIONS = {task.name: vars(DecodingThresholds(threshold=0.45)) for task in KIN
 
 
 def write_torch(folder: Path, family: str = "bert", **heads: Any) -> TrainedModel:
-    """The export of a fresh model with a task of every kind, in `folder`, loaded again."""
+    """Export a fresh model with a task of every kind to `folder`, and load it."""
     settings = ExportSettings(
         windowing=Windowing(32, "window", 8),
         attention=FAMILIES[family][1],
@@ -39,7 +39,7 @@ def write_torch(folder: Path, family: str = "bert", **heads: Any) -> TrainedMode
         provenance={"study": "complaints", "trial": 7, "scores": {"test": {"single": {"f1_macro": 0.5}}}},
     )
     model = family_model(family, tasks=KIND_TASKS, max_length=32, **heads)
-    with torch.no_grad():  # so that a logit says something
+    with torch.no_grad():  # larger logits
         for head in model.heads:
             for weight in head.parameters():
                 weight.normal_(std=0.5)
@@ -47,13 +47,13 @@ def write_torch(folder: Path, family: str = "bert", **heads: Any) -> TrainedMode
 
 
 def write_both(folder: Path, family: str = "bert", **heads: Any) -> tuple[TrainedModel, TrainedModel]:
-    """Such a model by PyTorch (in `folder`/torch) and by onnxruntime (in `folder`/onnx)."""
+    """Export a model for PyTorch (`folder`/torch) and for onnxruntime (`folder`/onnx), and load both."""
     model = write_torch(folder / "torch", family, **heads)
     return model, hpo.load(export_onnx(model, folder / "onnx"), device="cpu")
 
 
 def export_or_copy(folder: Path) -> Callable[[TrainedModel, Path], Path]:
-    """`export_onnx`, which keeps in `folder` what it has exported."""
+    """Return a stand-in for `export_onnx` with a cache in `folder`."""
 
     def export(model: TrainedModel, directory: Path) -> Path:
         weights = (tensor.numpy().tobytes() for tensor in model.network.state_dict().values())
@@ -66,7 +66,7 @@ def export_or_copy(folder: Path) -> Callable[[TrainedModel, Path], Path]:
 
 
 def random_batch(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, mask and segments of windows of so many tokens."""
+    """Return ids, mask and segments of windows of these lengths."""
     generator = torch.Generator().manual_seed(len(lengths))
     mask_BL = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     ids_BL = torch.randint(30_000, mask_BL.shape, generator=generator) * mask_BL
@@ -74,6 +74,6 @@ def random_batch(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def probabilities(model: TrainedModel, texts: tuple[str, ...] = TEXTS, **options: Any) -> Any:
-    """Of the classes of each text, [texts, classes of all tasks]."""
-    found = model.predict(list(texts), **options)
-    return np.array([[p for task in one.values() for p in task.scores.values()] for one in found])
+    """Predict the probabilities [texts, classes of all tasks]."""
+    predictions = model.predict(list(texts), **options)
+    return np.array([[p for task in one.values() for p in task.scores.values()] for one in predictions])

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from support.tiny import tiny_batch, tiny_model, tiny_objective
+from torch import Tensor, nn
 
 from hpo.errors import InputError
 from hpo.tasks.kind import KINDS, Task, kind_of
@@ -207,6 +208,28 @@ def test_loss_must_fit_a_task() -> None:
     check_loss([TASKS["regression"]], "auto")
     with pytest.raises(InputError, match=r"`focal` fits the kinds single_label, .* of the kinds regression"):
         check_loss([TASKS["regression"]], "focal")
+
+
+@torch.no_grad()
+def test_multitask_loss() -> None:
+    batch, loss_fn = tiny_batch(), tiny_objective()
+    loss_fn.loss_weight = {"topic": 2.0}
+    batch.targets["size"].fill_(math.nan)
+    logits, items = tiny_model()(*batch.inputs), loss_fn.count(batch)
+    means = {}
+    for task in loss_fn.tasks:
+        if count := items[task.name]:
+            arguments = (logits[task.name], batch.targets[task.name], LossOptions(), None)
+            means[task.name] = float(loss_sum(task, *arguments, batch.attention_mask_BL)) / count
+    assert (items["size"], len(means)) == (0, 3)
+    tensors = {name: torch.tensor(float(count)) if count else 0 for name, count in items.items()}
+    for counts in (items, tensors):
+        loss_fn.log_variance = None
+        expected = sum(loss_fn.loss_weight.get(name, 1.0) * mean for name, mean in means.items())
+        assert float(loss_fn(logits, batch, counts, 0.5)) == pytest.approx(expected, rel=1e-6)
+        loss_fn.log_variance = {task.name: nn.Parameter(torch.tensor(0.3)) for task in loss_fn.tasks}
+        expected = math.exp(-0.3) * expected + 0.5 * 0.3 * (2 + 1 + 1)
+        assert float(loss_fn(logits, batch, counts, 0.5)) == pytest.approx(expected, rel=1e-6)
 
 
 BINARY = torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])

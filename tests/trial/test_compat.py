@@ -66,6 +66,9 @@ def test_cache_key_has_every_condition(tmp_path: Path, monkeypatch: pytest.Monke
         {"attention_dropout": 0.0},
         {"attention_dropout": 0.1},
         {"attention": "eager"},
+        {"pooling": "max"},
+        {"max_length": 32},
+        {"label_smoothing": 0.1},
     )
     keys = [key_of(executor, **changed) for changed in settings]
     assert key_of(executor, attention_dropout=0.2) == keys[2]

@@ -30,7 +30,7 @@ class PlayedGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.joules, self.per_step, self.missing = 1000.0, 5.0, ""
         monkeypatch.setattr(executor_module, "EnergyCounter", lambda *_, **__: self)
-        monkeypatch.setattr("hpo.training.energy.MIN_STRETCH_SECONDS", 0.0)
+        monkeypatch.setattr("hpo.training.throughput.MIN_STRETCH_SECONDS", 0.0)
         for owner, name, joules in (
             (loop_module, "apply_gradients", None),
             (loop_module, "predict_logits", 1e6),
@@ -99,7 +99,7 @@ def test_resumed_trial_keeps_its_energy(tmp_path: Path, gpu: PlayedGpu) -> None:
 def test_short_stretches_have_no_energy(
     tmp_path: Path, gpu: PlayedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpo.training.energy.MIN_STRETCH_SECONDS", 1e6)
+    monkeypatch.setattr("hpo.training.throughput.MIN_STRETCH_SECONDS", 1e6)
     result = run(tmp_path)
     assert ENERGY not in result.headline
     result = run(tmp_path, objective=[{"metric": "score"}, OBJECTIVE])

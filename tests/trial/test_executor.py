@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.every_kind import TASKS, write_every_kind
-from support.tiny import CPU, ENCODER, altered_executor, tiny_executor
+from support.tiny import ENCODER, altered_executor, tiny_executor
 
-from hpo.config.resolved_study import resolve_study
-from hpo.config.study_config import load_study
 from hpo.errors import ModelError
 from hpo.models.multitask import MultitaskModel
-from hpo.trial.executor import Executor
 from hpo.trial.parts import build_trial
 from hpo.trial.run import checkpoint_key
 
@@ -64,15 +60,6 @@ def test_fresh_model_must_be_finite(tmp_path: Path) -> None:
         assert result.outcome == "invalid"
         assert "not finite in fp32" in result.reason
     altered_executor(tmp_path, break_encoder, compat={"enabled": False}).check_study()
-
-
-def test_metrics_of_right_predictions(tmp_path: Path) -> None:
-    executor = Executor(resolve_study(load_study(write_every_kind(tmp_path)), CPU), tmp_path / "runs")
-    right = executor.loader.right_metrics
-    assert {task.name: right[task.name][task.primary_metric] for task in executor.tasks} == dict.fromkeys(
-        TASKS, 1.0
-    )
-    assert [right[task.name].keys() - {*task.metrics} for task in executor.tasks] == [set()] * len(TASKS)
 
 
 def test_check_tries_the_longest_text(tmp_path: Path) -> None:

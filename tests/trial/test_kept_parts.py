@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.resumed_trials import weights_of
 from support.tiny import CPU, ENCODER, altered_executor
-from support.worker_process import run_until_killed
 from trial.test_part_search import SECOND, enlarge
 
 import hpo
 from hpo.inference import model as inference
 from hpo.precision.parts import float32_modules
-from hpo.study.store.storage import open_storage
 from hpo.trial.best_model import TrialSource, export_checkpoint, with_scores
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Callbacks, Progress, TrialResult
+from hpo.trial.telemetry import TrialResult
 
 STUDY: dict[str, Any] = {
     "model": {"encoder": ENCODER | {"num_hidden_layers": 1}},
@@ -35,32 +29,6 @@ STUDY: dict[str, Any] = {
     },
     "checkpoint": {"every_seconds": 0.001},
 }
-
-
-def run(folder: Path, url: str, checkpoints: str, killed_at: int | None = None) -> TrialResult:
-    """Run a trial with one module in fp32, to its end or until it kills its process."""
-
-    def on_progress(progress: Progress) -> None:
-        if progress.step == killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    executor = altered_executor(folder, enlarge(SECOND), **STUDY)
-    with open_storage(url) as storage:
-        executor.cache = storage
-        return executor.run({}, folder / checkpoints, "trial", Callbacks(on_progress=on_progress))
-
-
-def test_killed_trial_resumes_with_its_found_parts(tmp_path: Path, sqlite_url: str) -> None:
-    run_until_killed(run, tmp_path, sqlite_url, "cut", killed_at=4)
-    resumed = run(tmp_path, sqlite_url, "cut")
-    whole = run(tmp_path, sqlite_url, "whole")
-    assert resumed.telemetry["resumed_from_step"] > 0
-    assert resumed.telemetry["compatibility"]["cached"]
-    assert [*resumed.telemetry["fp32_parts"]["resolved"]] == [SECOND]
-    assert resumed.telemetry["fp32_parts"] == whole.telemetry["fp32_parts"]
-    assert resumed.values == whole.values
-    first, second = weights_of(tmp_path / "whole"), weights_of(tmp_path / "cut")
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 @pytest.fixture(scope="module")

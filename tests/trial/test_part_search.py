@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ from support.tiny import ENCODER, altered_executor
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.parts import float32_modules
-from hpo.precision.table import Resolution
 from hpo.trial.compat import Compatibility
 from hpo.trial.diagnosis import _parts
 from hpo.trial.executor import Executor
@@ -190,13 +188,3 @@ def test_diagnosis_uses_the_found_parts(tmp_path: Path) -> None:
     telemetry = {"precision": {"effective": "fp16"}, "fp32_parts": {"resolved": [FIRST]}}
     trial: Any = SimpleNamespace(params={}, telemetry=telemetry)
     assert [*float32_modules(_parts(executor, trial).model)] == [FIRST]
-
-
-@pytest.mark.parametrize(
-    ("precision", "reason"), [("fp32", "fp32 has no autocast"), ("fp8", "fp8 needs `compile`, and parts")]
-)
-def test_precisions_without_a_search(tmp_path: Path, precision: str, reason: str) -> None:
-    parts = build_trial((executor := executor_of(tmp_path, enlarge(FIRST))).resolved, {}, executor.loader)
-    found = find_parts(replace(parts, resolution=Resolution(precision, precision, "native")), None)
-    assert (found.parts, found.num_checks) == ((), 0)
-    assert found.reason.startswith(reason)

@@ -13,7 +13,6 @@ from support.resumed_trials import weights_of
 from support.tiny import tiny_executor
 
 from hpo.errors import Preempted
-from hpo.training import loop
 from hpo.training.checkpoint import bits_digest
 from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
@@ -101,26 +100,6 @@ def test_different_bit_of_a_metric(executor: Executor, record: RecordedTrial, tm
         last_bit,
         value,
     )
-
-
-def test_halved_micro_batch_is_reproduced(
-    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward_backward = loop.forward_backward
-
-    def short_of_memory(learner: Any, batch: Any, *rest: Any) -> Any:
-        if len(batch.windows_B) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return forward_backward(learner, batch, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "forward_backward", short_of_memory)
-        record = recorded(executor, tmp_path / "trial")
-    assert (record.telemetry["micro_batch_size"], record.telemetry["oom_halvings"]) == (2, 2)
-    found = reproduce(executor, record, tmp_path / "again")
-    check_same(found)
-    (caution,) = found.cautions
-    assert "halved its micro-batch to 2" in caution
 
 
 def test_budget_of_seconds_is_reproduced_in_steps(executor: Executor, tmp_path: Path) -> None:

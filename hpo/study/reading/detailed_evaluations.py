@@ -1,4 +1,4 @@
-"""Detailed evaluations in the study's database: of the best trials, one document a split."""
+"""Detailed evaluations of the best trials in the study's database, one document for each split."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import logging
 from collections import defaultdict
 from collections.abc import Container, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
 from hpo.errors import DataError, RunError
+from hpo.evaluation.record import read_document
 from hpo.json_safe import json_safe
 from hpo.study.store.schema import detailed_evaluations, studies
-
-if TYPE_CHECKING:
-    from hpo.study.store.storage import Storage
+from hpo.study.store.storage import Storage
 
 _logger = logging.getLogger(__name__)
 
@@ -24,10 +23,7 @@ _logger = logging.getLogger(__name__)
 def read_detailed_evaluations(
     connection: sa.Connection, name: str, numbers: Container[int]
 ) -> dict[int, dict[str, Mapping[str, Any]]]:
-    """Return the documents of these trials by trial and split.
-
-    An unreadable one is left out with a warning.
-    """
+    """Return the documents of these trials by trial and split. An unreadable one causes a warning."""
     query = sa.select(detailed_evaluations).where(detailed_evaluations.c.study == name)
     documents: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for row in connection.execute(query.order_by(detailed_evaluations.c.split)):
@@ -36,20 +32,19 @@ def read_detailed_evaluations(
         try:
             documents[row.trial_number][row.split] = _read(row.document)
         except DataError as error:
-            what = f"trial {row.trial_number} on {row.split}"
-            _say_left_out(f"The detailed evaluation of {what} of {name} is left out: {error}")
+            _warn_once(
+                f"The detailed evaluation of trial {row.trial_number} on {row.split} of {name} is left out: "
+                f"{error} `hpo best STUDY --evaluate SPLIT` evaluates the best trial again."
+            )
     return documents
 
 
 @lru_cache(maxsize=1024)
-def _say_left_out(what: str) -> None:
-    """Once, however often a study is read."""
-    _logger.warning("%s `hpo best STUDY --evaluate SPLIT` makes that of the best trial anew.", what)
+def _warn_once(message: str) -> None:
+    _logger.warning("%s", message)
 
 
 def _read(text: str) -> Mapping[str, Any]:
-    from hpo.evaluation.record import read_document  # SciPy, which a study without a document needs not
-
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -60,7 +55,7 @@ def _read(text: str) -> Mapping[str, Any]:
 def store_detailed_evaluation(
     storage: Storage, name: str, token: str, trial_number: int, document: Mapping[str, Any]
 ) -> None:
-    """Keep a detailed evaluation with its trial, in place of an earlier one of that split.
+    """Store a detailed evaluation with its trial, and replace an earlier one of that split.
 
     Raises RunError if the study was deleted or made anew since its `token` was read (`Storage.study_token`).
     """

@@ -1,14 +1,12 @@
 """The studies of a database, each in a few numbers, for `hpo studies`.
 
-A handful of queries whatever the number of studies, each of which the database adds up: reading a study as
-`reader` does takes seconds with thousands of trials.
+The database adds up the numbers in a few queries, because `reader` takes seconds for thousands of trials.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import sqlite3
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
@@ -19,9 +17,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from hpo.config.study_file import show
-from hpo.errors import StorageError
-from hpo.study.store.database import parse_url, snapshot, sqlite_path, storage_url
-from hpo.study.store.schema import claims, studies
+from hpo.study.store.database import snapshot
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, count_trials
 
 _logger = logging.getLogger(__name__)
@@ -29,17 +26,17 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StudyOverview:
-    """A study in numbers."""
+    """Numbers of a study."""
 
     name: str
     state: str
-    """`open`, `paused`, `cancelled`; `done` where it is open and each trial has ended."""
+    """`open`, `paused`, `cancelled`; `done` if it is open and all trials have ended."""
     trials: dict[str, int]
     """`open`, `running`, `done`, `paused` if any, and the `total`. `open` includes trials of dead workers."""
     workers: int
     created: float
     now: float
-    """By the database's clock, as `created`: seconds since 1970."""
+    """Seconds since 1970 by the database's clock, like `created`."""
 
     def as_json(self) -> dict[str, Any]:
         created = datetime.fromtimestamp(self.created, UTC).isoformat(timespec="seconds")
@@ -47,7 +44,7 @@ class StudyOverview:
 
 
 def list_studies(storage: Storage) -> list[StudyOverview]:
-    """Every study of the database that hpo made, the newest last."""
+    """Return every study that hpo made in the database, the newest last."""
 
     def read() -> list[StudyOverview]:
         with snapshot(storage.engine) as connection:
@@ -61,7 +58,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             trials = counts[row.name]
             unfinished = sum(trials.values()) - trials["done"]
             try:
-                json.loads(row.definition)  # raises where the row is damaged
+                json.loads(row.definition)  # raises if the row is damaged
                 overview = StudyOverview(
                     name=row.name,
                     state="done" if row.state == "open" and not unfinished else row.state,
@@ -79,36 +76,14 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
     return storage.persist(read)
 
 
-def glance(storage: str | None, name: str) -> tuple[dict[str, Any], dict[str, int]] | None:
-    """Return the definition of a study and its numbers of trials; both are empty if it is not stored.
-
-    It opens no network, changes nothing and does not wait. None: the study cannot be read like this.
-    """
-    try:
-        path = sqlite_path(parse_url(storage_url(storage)))
-        if path is None or not path.exists():
-            return None if path is None else ({}, {})
-        file = f"{path.absolute().as_uri()}?mode=ro"
-        engine = sa.create_engine(
-            "sqlite://", creator=lambda: sqlite3.connect(file, uri=True, timeout=0), poolclass=sa.NullPool
-        )
-        with engine.connect() as connection:
-            of_study = studies.c.name == name
-            definition = connection.execute(sa.select(studies.c.definition).where(of_study)).scalar()
-            counts = count_trials(connection, of_study)
-        return ({}, {}) if definition is None else (json.loads(definition), counts[name])
-    except (StorageError, sa.exc.SQLAlchemyError, ValueError):
-        return None
-
-
 @lru_cache(maxsize=1024)
 def say_damaged(name: str, reason: str) -> None:
-    """Log, once, that the row of a study cannot be read."""
+    """Log once that the row of a study is unreadable."""
     _logger.warning("The study %s is left out: its row is damaged (%s).", show(name), reason)
 
 
 def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
-    """Return how many trials of each study are `open`, `running`, `done` and, if any, `paused`."""
+    """Count the trials of each study that are `open`, `running`, `done` and, if any, `paused`."""
     counts = count_trials(connection)
     query = sa.select(claims.c.study, claims.c.owner).where(claims.c.owner.is_not(None))
     for study, owner in connection.execute(query):

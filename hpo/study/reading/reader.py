@@ -1,7 +1,7 @@
-"""A study read at once, for status, reports and the dashboard.
+"""Read a whole study for status, reports and the dashboard.
 
-Optuna builds an object with its own queries for every attribute of a trial, which takes seconds for
-thousands of trials. Here it is one query a table, and JSON is decoded when it is first used.
+Optuna runs queries for every attribute of a trial, which takes seconds for thousands of trials. This module
+runs one query for each table, and JSON is decoded at its first use.
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ from hpo.study.store.storage import COMPARISON_ATTR, Storage
 _TELEMETRY = "telemetry"
 _FIELDS = ("outcome", "outcome_reason", _TELEMETRY)
 _OUTLINE = ("outcome", "outcome_reason", "worker", "active_seconds", PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR)
-"""The user attributes by which all trials are counted and ranked."""
+"""User attributes for counting and ranking trials."""
 _BEFORE_A_RUN = {*RUN_ATTRS} - {"retry_of"}
-"""A trial that waits has none of these, unless somebody enqueued it with the attributes of another."""
+"""A waiting trial has none of these, unless somebody enqueued it with the attributes of another."""
 _ALL = sa.true()
 _MAX_IDS = 10_000
-"""In one query. SQLite takes 32,766 parameters, PostgreSQL 65,535."""
+"""Most ids in one query. SQLite takes 32,766 parameters, PostgreSQL 65,535."""
 
 
 def read_study(storage: Storage, name: str, *, brief: bool = False) -> StudyRecord:
-    """Read what is stored about the study `name`. Raises StorageError where there is none.
+    """Read everything stored about the study `name`. Raises StorageError if there is none.
 
-    Args:
-        brief: as much as `hpo status` and `hpo best` show. Parameters, telemetry and detailed evaluations are
-            those of the best trials and of those with a caution; the others have `NOT_READ`.
+    With `brief`, read only the content of `hpo status` and `hpo best`: parameters, telemetry and detailed
+    evaluations of the best trials and of trials with a caution. The other trials have `NOT_READ`.
     """
-    check_study_name(name)  # of the folder for its report, too
+    check_study_name(name)  # it also names the folder of its report
     storage.check_study(name)
 
     def read() -> StudyRecord:
@@ -116,7 +115,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -
         comparisons=_read_comparisons(connection, study.study_id),
     )
     shown = trials
-    if brief and definition.get("budget") is None:  # what a budget was spent on is in the telemetry of all
+    if brief and definition.get("budget") is None:  # the use of a budget is in the telemetry of all trials
         best = {trial.number for trial in best_trials(record)}
         caution = reading.with_caution()
         shown = {key: trial for key, trial in trials.items() if trial.number in best or key in caution}
@@ -130,7 +129,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -
 
 
 def _state_of(claim: Any, alive: set[str]) -> tuple[str, str | None]:
-    """What a RUNNING trial with this claim is, and its worker."""
+    """Return the outcome of a RUNNING trial with this claim, and its worker."""
     if claim.owner in alive:
         return "running", claim.owner
     return Outcome.PREEMPTED if claim.paused_at is None else Outcome.PAUSED, None
@@ -151,7 +150,7 @@ def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any
 
 @dataclass(frozen=True)
 class _Trials:
-    """The trials of one study in the database, by the ids that Optuna gave them."""
+    """The trials of one study in the database, by Optuna's ids."""
 
     connection: sa.Connection
     study_id: int
@@ -159,11 +158,11 @@ class _Trials:
 
     @property
     def _is_own(self) -> sa.ColumnElement[bool]:
-        """The condition that a trial is one of the study, and not foreign."""
+        """The condition for a trial of the study that is not foreign."""
         return sa.and_(optuna_tables.trials.c.study_id == self.study_id, ~is_foreign(self.study))
 
     def foreign(self) -> Counter[str]:
-        """Return how many trials of the study are foreign, by their state."""
+        """Count the foreign trials of the study by state."""
         trials = optuna_tables.trials
         of_study = (trials.c.study_id == self.study_id, is_foreign(self.study))
         return Counter(self.connection.execute(sa.select(trials.c.state).where(*of_study)).scalars())
@@ -171,9 +170,9 @@ class _Trials:
     def outlines(
         self, attributes: Mapping[int, Mapping[str, Any]], state_of: Mapping[int, tuple[str, str | None]]
     ) -> dict[int, TrialRecord]:
-        """Return every trial with all that it is counted and ranked by; the rest is not read.
+        """Return every trial with the facts for counting and ranking; the rest is not read.
 
-        `state_of` has what a trial is while it is RUNNING, and its worker, by the trial's number.
+        `state_of`: outcome and worker of the RUNNING trials by number.
         """
         values: dict[int, list[float]] = defaultdict(list)
         constraints: dict[int, list[sa.Row[Any]]] = defaultdict(list)
@@ -185,21 +184,21 @@ class _Trials:
         table = schema.evaluations
         columns = (table.c.trial_number, sa.func.count(), sa.func.max(table.c.seconds))
         evaluated = sa.select(*columns).where(table.c.study == self.study).group_by(table.c.trial_number)
-        evaluations = {number: found for number, *found in self.connection.execute(evaluated)}
+        evaluations = {number: facts for number, *facts in self.connection.execute(evaluated)}
         trials = optuna_tables.trials
         query = sa.select(trials).where(self._is_own).order_by(trials.c.number)
-        found = {}
+        outlines = {}
         for row in self.connection.execute(query):
             stored = attributes.get(row.trial_id, {})
             running_as, owner = state_of.get(row.number, ("running", None))
             outcome, reason = _ending(row.state, running_as, stored)
             started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
             limits: dict[str, float] = {}
-            if ended and "outcome" in stored:  # else somebody else wrote them
+            if ended and "outcome" in stored:  # otherwise somebody else wrote them
                 for one in constraints[row.trial_id]:
                     limits |= constraint(one.key, json.loads(one.value_json))
             num_evaluations, trained_seconds = evaluations.get(row.number, (0, None))
-            found[row.trial_id] = TrialRecord(
+            outlines[row.trial_id] = TrialRecord(
                 number=row.number,
                 state=row.state,
                 outcome=outcome,
@@ -216,7 +215,7 @@ class _Trials:
                 trained_seconds=trained_seconds,
                 detailed=NOT_READ,
             )
-        return found
+        return outlines
 
     def in_full(
         self, trials: Mapping[int, TrialRecord], attributes: defaultdict[int, dict[str, Any]]
@@ -241,7 +240,7 @@ class _Trials:
     def attributes(
         self, trial_ids: Collection[int] | None = None, names: Collection[str] = ()
     ) -> defaultdict[int, dict[str, Any]]:
-        """Return the user attributes, or those with these names, of these trials or of all."""
+        """Return the user attributes (with these `names`) of these trials, or of all."""
         attributes: defaultdict[int, dict[str, Any]] = defaultdict(dict)
         table = optuna_tables.user_attributes
         named = table.c.key.in_(names) if names else _ALL
@@ -251,7 +250,7 @@ class _Trials:
         return attributes
 
     def with_caution(self) -> set[int]:
-        """Return the ids of the trials whose telemetry may hold what status warns of."""
+        """Return the ids of the trials with a possible warning in their telemetry."""
         table = optuna_tables.user_attributes
         texts = sa.or_(*(table.c.value_json.contains(text) for text in CAUTIONS))
         rows = self._rows(table, "trial_id", where=sa.and_(table.c.key == _TELEMETRY, texts))
@@ -285,7 +284,7 @@ class _Trials:
 
 
 def _ending(state: str, running_as: str, attributes: Mapping[str, Any]) -> tuple[str, str]:
-    """The outcome of a trial and its reason."""
+    """Return the outcome of a trial and its reason."""
     if state in ("RUNNING", "WAITING"):
         return running_as if state == "RUNNING" else "waiting", ""
     if "outcome" not in attributes:  # hpo stores it with the end
@@ -294,14 +293,14 @@ def _ending(state: str, running_as: str, attributes: Mapping[str, Any]) -> tuple
 
 
 def _own(attributes: Mapping[str, Any], state: str) -> dict[str, Any]:
-    """The user attributes that have no field of `TrialRecord`, and that a trial in this state may have."""
+    """Return the user attributes without a field of `TrialRecord` that a trial in this state may have."""
     left_out = _BEFORE_A_RUN if state == "WAITING" else _FIELDS
     return {key: value for key, value in attributes.items() if key not in left_out}
 
 
 @lru_cache(maxsize=1024)
 def _external(distribution_json: str) -> Callable[[float], Any]:
-    """Return what makes the value of a parameter of the number that Optuna stores."""
+    """Return the function from Optuna's stored number to the value of a parameter."""
     distribution = json.loads(distribution_json)
     if (choices := distribution["attributes"].get("choices")) is not None:
         return lambda stored: choices[int(stored)]

@@ -1,7 +1,7 @@
-"""What each row of the split says of the trials of a comparison, in the study's database.
+"""Row statistics of the trials of a comparison in the study's database.
 
-A row of the table is one trial: the `RowStatistics` of all its tasks as one NumPy archive, some kilobytes for
-a thousand texts. Any metric, and what any row adds to it, can be computed of it later.
+The table has one row for each trial: the `RowStatistics` of all its tasks as one NumPy archive, some
+kilobytes for a thousand texts. Any metric, and each example's contribution to it, can be computed later.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import sqlalchemy as sa
 from scipy.sparse import csr_array
 
 from hpo.errors import RunError
+from hpo.study.claims.lease import Lease
 from hpo.study.store.schema import row_statistics
+from hpo.study.store.storage import Storage
 from hpo.tasks.kind import Task
 from hpo.training.metrics import RowStatistics
-
-if TYPE_CHECKING:
-    from hpo.study.claims.lease import Lease
-    from hpo.study.store.storage import Storage
 
 _SPARSE = ("data", "indices", "indptr", "shape")
 
@@ -31,7 +29,7 @@ _SPARSE = ("data", "indices", "indptr", "shape")
 def store_row_statistics(
     storage: Storage, lease: Lease, key: tuple[str, int], statistics: Mapping[str, RowStatistics]
 ) -> None:
-    """Keep the statistics of a trial, named by its study and number. Raises LeaseLostError."""
+    """Store the statistics of the trial `key`, its study and number. Raises LeaseLostError."""
     study, number = key
     of_trial = (row_statistics.c.study == study, row_statistics.c.trial_number == number)
     row = {"study": study, "trial_number": number, "content": _packed(statistics)}
@@ -47,7 +45,7 @@ def store_row_statistics(
 def read_row_statistics(
     storage: Storage, study: str, tasks: Sequence[Task]
 ) -> dict[int, dict[str, RowStatistics]]:
-    """Those of a study's trials, by the trial's number and the task. Raises RunError where one is damaged."""
+    """Return the statistics of a study's trials by number and task. Raises RunError if one is damaged."""
     query = sa.select(row_statistics).where(row_statistics.c.study == study)
     by_trial = {}
     for row in storage.read(lambda connection: connection.execute(query).all()):
@@ -56,7 +54,7 @@ def read_row_statistics(
                 by_trial[row.trial_number] = {task.name: _of_task(archive, task) for task in tasks}
         except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
             raise RunError(
-                f"What the rows say of trial {row.trial_number} of `{study}` cannot be read "
+                f"The row statistics of trial {row.trial_number} of `{study}` cannot be read "
                 f"({type(error).__name__}). Compare anew: hpo delete {study}"
             ) from error
     return by_trial
@@ -78,7 +76,7 @@ def _packed(statistics: Mapping[str, RowStatistics]) -> bytes:
 
 def _of_task(archive: Mapping[str, Any], task: Task) -> RowStatistics:
     def named(kind: str) -> dict[str, str]:
-        """The names of this kind, each with its place in the archive."""
+        """Return the names of this kind, each with its key in the archive."""
         start = f"{task.name}/{kind}/"
         return {key.removeprefix(start).partition("/")[0]: key for key in archive if key.startswith(start)}
 
@@ -92,17 +90,17 @@ def _of_task(archive: Mapping[str, Any], task: Task) -> RowStatistics:
         int(archive[f"{task.name}/num_examples"]),
         archive[f"{task.name}/index"].astype(np.intp),
         counts,
-        {name: archive[place] for name, place in named("values").items()},
+        {name: archive[key] for name, key in named("values").items()},
         _rows(json.loads(str(archive[f"{task.name}/rows"]))) if f"{task.name}/rows" in archive else ((), ()),
     )
 
 
-def _rows(sides: Any) -> Any:
-    """Truths and predictions of JSON, which has lists for the tuples of spans."""
+def _rows(pair: Any) -> Any:
+    """Turn truths and predictions from JSON into lists of rows; JSON has lists for the tuples of spans."""
     return tuple(
         [
             [tuple(one) if isinstance(one, list) else one for one in row] if isinstance(row, list) else row
-            for row in side
+            for row in rows
         ]
-        for side in sides
+        for rows in pair
     )

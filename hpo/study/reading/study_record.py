@@ -1,4 +1,4 @@
-"""What is stored about a study, as plain values: how its trials ended, and which of them are best."""
+"""A stored study as plain values: the outcomes of its trials, and the best of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
 from hpo.errors import StorageError, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
+from hpo.study.sampling.fronts import loss_signs, pareto_front
 from hpo.study.sampling.promotion import is_at_rung
 from hpo.study.store.schema import EvaluationRow
 
 
 class StoredJson(Mapping[str, Any]):
-    """A JSON object of the database, which is decoded when it is first used."""
+    """A JSON object of the database, decoded at its first use."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -47,7 +50,7 @@ class StoredJson(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._content)
 
-    # As those of `Mapping`, which are several times as slow.
+    # The inherited methods of `Mapping` are several times as slow.
     def get(self, key: str, default: Any = None) -> Any:
         return self._content.get(key, default)
 
@@ -59,7 +62,7 @@ _NOT_READ = "this part of the trial was not read; call `read_study` without `bri
 
 
 class NotRead(Mapping[str, Any]):
-    """A part of a trial that was not read (`reader.read_study`). Only its length may be known."""
+    """An unread part of a trial (`reader.read_study`). Its length may be known."""
 
     def __init__(self, length: int | None = None) -> None:
         self._length = length
@@ -85,9 +88,9 @@ class TrialRecord:
 
     number: int
     state: str
-    """Optuna's: RUNNING, WAITING, COMPLETE, PRUNED or FAIL."""
+    """Optuna's state: RUNNING, WAITING, COMPLETE, PRUNED or FAIL."""
     outcome: str
-    """As stored, or the state in small letters; of a RUNNING trial `running`, `paused` at a rung, or
+    """Stored outcome, or the state in small letters. A RUNNING trial is `running`, `paused` at a rung, or
     `preempted` if no worker has it."""
     reason: str
     params: Mapping[str, Any]
@@ -104,34 +107,34 @@ class TrialRecord:
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     evaluations: Sequence[EvaluationRow] | NotRead = ()
     trained_seconds: float | None = None
-    """Seconds of training at its last evaluation; None: it has none."""
+    """Seconds of training at its last evaluation; None: there is none."""
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
+    """Detailed evaluations of its best checkpoint by split, as JSON."""
 
     @property
     def active_seconds(self) -> float | None:
-        """Seconds in which a worker had the trial: without the time in which it was paused."""
+        """Seconds with a worker, without pauses."""
         active: float | None = self.attributes.get("active_seconds")
         return self.seconds if active is None else active
 
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """One process that works or worked on the study."""
+    """A present or former worker process of the study."""
 
     id: str
     host: str
     pid: int
     last_seen: datetime
     alive: bool
-    """Whether it seems alive at one look, see `Storage.heard_workers`."""
+    """True if its heartbeat is recent, see `Storage.heard_workers`."""
     trial_number: int | None
     number: int = 0
     device: str | None = None
-    """Of its machine, as `DeviceInfo.device_id`."""
+    """`DeviceInfo.device_id` of its device."""
     job: str | None = None
     silent_seconds: float = 0.0
-    """Since it was last seen, by the database's clock."""
+    """Seconds since its last heartbeat, by the database's clock."""
 
 
 @dataclass(frozen=True)
@@ -141,38 +144,37 @@ class StudyRecord:
     name: str
     metric_names: tuple[str, ...]
     directions: tuple[str, ...]
-    """`minimize` or `maximize`, one for each metric."""
+    """`minimize` or `maximize` for each metric."""
     definition: dict[str, Any]
     """The study file, without its path."""
     trials: list[TrialRecord]
     workers: list[WorkerRecord]
     counts: dict[str, int]
-    """How many of the study's `n_trials` are `open`, `running`, `done` and, if any, `paused`.
+    """Numbers of the study's trials that are `open`, `running`, `done` and, if any, `paused`.
 
-    Trials whose worker died count as `open`; they are `preempted`.
+    Trials of dead workers count as `open`; they are `preempted`.
     """
     state: str = "open"
     """`open`, `paused` or `cancelled`."""
     spent: Mapping[int, float] = field(default_factory=dict)
-    """Of a study that has a budget: seconds of device time, by the trial's number."""
+    """Device-seconds by the trial's number, if the study has a budget."""
     num_foreign_running: int = 0
-    """How many of the foreign trials are RUNNING."""
+    """Number of RUNNING foreign trials."""
     num_foreign: int = 0
-    """How many trials somebody else added to the study (`hpo.study.store.foreign`). `trials` has none of
-    them."""
+    """Number of trials from somebody else (`hpo.study.store.foreign`), without a record in `trials`."""
     comparisons: Mapping[str, Any] = field(default_factory=dict)
-    """The results of `hpo compare`, by its question: `precisions`, `configurations` or another."""
+    """Results of `hpo compare` by question: `precisions`, `configurations` or another."""
 
 
 def is_over(record: StudyRecord) -> bool:
-    """Return whether no trial of the study is left to run."""
+    """Return true if no trial of the study is left to run."""
     return record.state == "cancelled" or record.counts["done"] == sum(record.counts.values())
 
 
 def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
-    """The kind of device that each trial ran on, by the trial's number, where that is known.
+    """Return the known kinds of device by the trial's number.
 
-    Devices of one name and several kinds are told apart by their instructions.
+    Devices with one name and several kinds differ in their instructions.
     """
     kinds = {
         trial.number: DeviceInfo.from_facts(device).kind
@@ -189,7 +191,7 @@ def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
 
 
 def complete_trials(record: StudyRecord) -> list[TrialRecord]:
-    """Trials that were trained and evaluated, each with finite values."""
+    """Return the trained and evaluated trials, each with finite values."""
     return [
         trial
         for trial in record.trials
@@ -198,22 +200,21 @@ def complete_trials(record: StudyRecord) -> list[TrialRecord]:
 
 
 def choosable_trials(record: StudyRecord) -> list[TrialRecord]:
-    """The complete trials that meet the limits of the study."""
+    """Return the complete trials within the limits of the study."""
     return [trial for trial in complete_trials(record) if not violation(trial.constraints)]
 
 
-def nearest_told(record: StudyRecord) -> str:
-    """Where trials are complete and none meets the limits of the study: that, and which is the nearest."""
-    if choosable_trials(record) or not (nearest := best_trials(record)):
+def nearest_message(record: StudyRecord) -> str:
+    """Name the nearest trial if there are complete trials and none meets the limits; otherwise empty."""
+    if choosable_trials(record) or not (trials := best_trials(record)):
         return ""
-    trial = nearest[0]
-    said = f"No complete trial meets the limits of the study. Trial {trial.number} is the nearest:"
-    return f"{said} {trial.reason}"
+    trial = trials[0]
+    nearest = f"Trial {trial.number} is the nearest: {trial.reason}"
+    return f"No complete trial meets the limits of the study. {nearest}"
 
 
 def limit_counts(record: StudyRecord) -> dict[str, Any]:
-    """Counts of trials: `complete`, `met` the limits, `ended_early`, and `broken` by limit; {} without
-    limits."""
+    """Count the trials: `complete`, `met` the limits, `ended_early`, `broken` by limit; {} without limits."""
     limits = record.definition.get("constraints") or {}
     if not limits:
         return {}
@@ -227,16 +228,16 @@ def limit_counts(record: StudyRecord) -> dict[str, Any]:
 
 
 def _ended_by_limit(trial: TrialRecord) -> bool:
-    """Whether the trial ended early because of what it costs; the limit of a metric is judged at the end."""
+    """Return true if a limit of cost ended the trial; the limit of a metric is judged at the end."""
     costs = {name: value for name, value in trial.constraints.items() if name in MEASURED_METRICS}
     is_pruned = trial.outcome == Outcome.PRUNED and not is_at_rung(trial.attributes)
     return is_pruned and violation(costs) > 0
 
 
 def best_trials(record: StudyRecord) -> list[TrialRecord]:
-    """The best complete trial; with several objectives the Pareto front, the best by the first of them first.
+    """Return the best complete trial; with several objectives the Pareto front, sorted by the first.
 
-    Maybe none. Only trials that meet the limits of the study count; where none does, it is the nearest.
+    Only trials within the limits of the study count. If there is none, return the nearest.
     """
     complete = choosable_trials(record)
     if not complete:
@@ -245,10 +246,6 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
     if len(record.metric_names) == 1:
         best = max if record.directions == ("maximize",) else min
         return [best(complete, key=lambda trial: trial.values or ())]
-    import numpy as np
-
-    from hpo.study.sampling.fronts import loss_signs, pareto_front
-
     values = np.array([trial.values for trial in complete], dtype=float)
     losses = values * loss_signs(record.directions)
     front = np.flatnonzero(pareto_front(values, record.directions))
@@ -256,7 +253,7 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
 
 
 def with_evaluation(record: StudyRecord, number: int, document: Mapping[str, Any]) -> StudyRecord:
-    """The record in which the trial `number` has a detailed evaluation of one split more, or another one."""
+    """Return the record with a new detailed evaluation of the trial `number`."""
     trials = [
         replace(trial, detailed={**trial.detailed, document["split"]: document})
         if trial.number == number
@@ -267,11 +264,11 @@ def with_evaluation(record: StudyRecord, number: int, document: Mapping[str, Any
 
 
 CAUTIONS = ('"weights_lost": true', '"agrees": null')
-"""Texts in the stored telemetry of the trials that `lost_weights` and `unverified_precisions` name."""
+"""Texts in the stored telemetry of trials for `lost_weights` and `unverified_precisions`."""
 
 
 def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
-    """A sentence on the complete trials whose best weights could not be written, and what that means."""
+    """Return a sentence on complete trials without their best weights, and its meaning."""
     complete = [trial for trial in complete_trials(record) if trial.telemetry is not NOT_READ]
     lost = [trial for trial in complete if trial.telemetry.get("weights_lost")]
     if not lost:
@@ -287,19 +284,18 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
 
 
 def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
-    """Say which trials have an unverified precision and why, and then what this means and what to do."""
+    """Return a sentence on trials with an unverified precision and the reasons, and its meaning."""
     trials = [trial for trial in record.trials if trial.telemetry is not NOT_READ]
     facts = {trial.number: trial.telemetry.get("precision") or {} for trial in trials}
-    found = {number: of for number, of in facts.items() if of.get("observed") and of.get("agrees") is None}
-    if not found:
+    unverified = {
+        number: of for number, of in facts.items() if of.get("observed") and of.get("agrees") is None
+    }
+    if not unverified:
         return []
-    # An older trial has its reason together with that of a fallback.
-    told = (of.get("observed_reason", of.get("reason")) for of in found.values())
-    reasons = sorted({reason or "no reason is stored." for reason in told})
-    numbers = ", ".join(map(str, [*found][:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    which = f"{len(found)} trial{'s' * (len(found) > 1)} (number {numbers})"
-    text = f"The precision of {which} is unverified: {' '.join(reasons[:3])}"
-    if (more := len(reasons) - 3) > 0:
-        text += f" There {'is' if more == 1 else 'are'} {more} more reason{'s' * (more > 1)}."
-    meaning = "Nothing was seen that contradicts it, so they count for the precision that they ran in."
-    return [(text, f"{meaning} Check the layers named, or run `hpo verify`.")]
+    # An older trial stores its reason together with the reason of a fallback.
+    reasons = {of.get("observed_reason", of.get("reason")) or "no reason." for of in unverified.values()}
+    count = len(unverified)
+    numbers = ", ".join(map(str, [*unverified][:8])) + (f" and {count - 8} more" if count > 8 else "")
+    text = f"The precision of {count} trial{'s' * (count > 1)} (number {numbers}) is unverified: "
+    meaning = "No observation contradicts it, so they count for the precision that they ran in."
+    return [(text + " ".join(sorted(reasons)[:3]), f"{meaning} Check the named layers, or run `hpo verify`.")]

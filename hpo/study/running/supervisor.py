@@ -221,7 +221,7 @@ def run_workers(
     deadline = min(stop.deadline, time.monotonic() + (config.timeout or math.inf))
     supervisor = _Supervisor(config, storage, processes, stop, deadline)
     supervisor.run(runs_dir / config.name)
-    outcomes = Counter(map(outcome_of, watch.look().ended))
+    outcomes = Counter(map(outcome_of, watch.read().ended))
     if stop.is_set():
         return RunSummary("stopped", outcomes)
     if storage.is_finished(config.name):

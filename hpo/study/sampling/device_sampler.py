@@ -1,15 +1,15 @@
-"""The view that a worker's sampler has of the study, and the choices that it may draw, on its device.
+"""A worker's sampler: its view of the study, and its choices on its device.
 
 A study's choices of `fp_precision` never change: Optuna refuses that, and the workers of one study may have
-different devices. So a worker draws from the precisions that its device runs, while Optuna stores the
-distribution with all choices. A sampler is not shown trials that say nothing of its device:
+different devices. So a worker draws from the precisions of its device, while Optuna stores the distribution
+with all choices. A sampler does not see trials without information about its device:
 
-- those that ran out of memory under a lower limit than this worker has; - those that ended as `unsupported`
-in a precision that this device runs; - those that the compatibility check ended on another kind of device, or
-with other versions; - for samplers that model the choices (TPE and GP), those in a precision that this device
-lacks.
+- out-of-memory trials under a lower limit than this worker's;
+- `unsupported` trials in a precision of this device;
+- `incompatible` trials from another kind of device, or with other versions;
+- for samplers with a model of the choices (TPE and GP), trials in a precision outside this device.
 
-It is not shown `invalid` trials either, which say nothing about other configurations.
+It does not see `invalid` trials either: they say nothing about other configurations.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView, all_trials
 
 MORE_MEMORY = 1.05
-"""What did not fit is tried again with so many times the memory: cards of one model differ a little."""
+"""Factor of memory for trying a configuration again: cards of one model differ a little."""
 
 
 @dataclass(frozen=True)
 class WorkerDevice:
-    """What a worker's trials run on; None: not known."""
+    """Device of a worker's trials; None: not known."""
 
     device_id: str | None = None
-    """`DeviceInfo.device_id`, by which others know whether they share the device."""
+    """`DeviceInfo.device_id`: workers with the same one share the device."""
     memory_bytes: int | None = None
     left_out: Mapping[str, str] | None = None
-    """Precisions of the study that the device does not run, by `table.choice_name`, each with the reason."""
+    """Precisions of the study outside the device, by `table.choice_name`, each with the reason."""
     kind: str = ""
     checked_on: str | None = None
-    """What compatibility results must be of, to count here; of `compat.checked_on`."""
+    """Origin of valid compatibility results here, see `compat.checked_on`."""
 
     def says_nothing(self, trial: FrozenTrial) -> bool:
-        """Whether the trial is `invalid`, or ended by what another device lacks and this one has."""
+        """Return true if the trial is `invalid`, or ended for a reason of another device."""
         outcome = trial.user_attrs.get("outcome")
         telemetry = trial.user_attrs.get("telemetry", {})
         if outcome == Outcome.INVALID:
@@ -68,7 +68,7 @@ ANY_DEVICE = WorkerDevice()
 
 
 class WrapperSampler(BaseSampler):
-    """Another sampler, with something changed: what it proposes, or the `view` that it has of the study.
+    """Another sampler with changed proposals, or with another `view` of the study.
 
     `after_trial` is not passed on: Optuna's samplers use it for `constraints_func`.
     """
@@ -77,7 +77,7 @@ class WrapperSampler(BaseSampler):
         self._sampler = sampler
 
     def view(self, study: Study) -> Study:
-        """The study as the sampler sees it while it proposes a trial."""
+        """Return the sampler's view of the study while it proposes a trial."""
         return study
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
@@ -99,16 +99,13 @@ class WrapperSampler(BaseSampler):
 
 
 class NewlyEnded:
-    """Tells which trials have ended since the last call. They are looked at once, as they never change."""
+    """Finds newly ended trials. They never change, so they are read once."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()
 
     def split(self, trials: Iterable[FrozenTrial]) -> tuple[list[FrozenTrial], list[FrozenTrial]]:
-        """Return the trials that have ended since the last call, and those that have not ended.
-
-        A trial that is only shown as ended has no time of its end.
-        """
+        """Return the newly ended and the unfinished trials. A trial only shown as ended has no end time."""
         known = self._known
         others = [trial for trial in trials if trial.number not in known]
         ended = [trial for trial in others if trial.datetime_complete is not None]
@@ -117,9 +114,9 @@ class NewlyEnded:
 
 
 class DeviceSampler(WrapperSampler):
-    """Draws only from the space `drawn`, and hides the trials that say nothing of this device.
+    """Draws only from the space `drawn`, and hides trials without information about this device.
 
-    With `models_choices`, the sampler is also shown no precision outside `drawn`.
+    With `models_choices`, it also hides trials in precisions outside `drawn`.
     """
 
     def __init__(
@@ -153,7 +150,7 @@ class DeviceSampler(WrapperSampler):
         return StudyView(study, read)
 
     def _changes(self, trials: Iterable[FrozenTrial]) -> dict[int, FrozenTrial | None]:
-        """The trials that are shown otherwise than they are, by number; None: not at all."""
+        """Return the changed trials of the view, by number; None: hidden."""
         shown = ((trial, self._shown(trial)) for trial in trials)
         return {trial.number: other for trial, other in shown if other is not trial}
 
@@ -172,7 +169,7 @@ class DeviceSampler(WrapperSampler):
                 return None
             shown.distributions = trial.distributions | mine
         elif trial.state == TrialState.RUNNING:
-            shown.system_attrs = {}  # TPE and GP keep there what they proposed to the other worker
+            shown.system_attrs = {}  # TPE and GP keep their proposal to the other worker there
         return shown
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -183,7 +180,7 @@ class DeviceSampler(WrapperSampler):
         params = super().sample_relative(study, trial, self._space)
         for name, one in self._narrow.items():
             if params.get(name) not in one.choices:
-                params.pop(name, None)  # Optuna asks `sample_independent` for what is not there
+                params.pop(name, None)  # Optuna asks `sample_independent` for missing ones
         return params
 
     def sample_independent(

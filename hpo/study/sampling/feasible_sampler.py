@@ -1,4 +1,4 @@
-"""Samplers that keep another from proposing what cannot work, and what was tried already."""
+"""Keep a sampler from infeasible choices and from repeated configurations."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS, Choice, Failure
 from hpo.study.store.optuna_internals import stored_trials
 
 RETRIED_SHARE = 0.05
-"""Avoided choices are still tried in this share of the trials: what failed may have had another cause."""
+"""Avoided choices are still tried in this share of the trials: the failures may have another cause."""
 
 UNPROVEN_SHARE = 0.1
 """A precision without a COMPLETE trial gets this share of the trials, once another precision has one."""
 
 CHANGES_TRIED = 20
-"""How many changes of one setting of a repeated configuration are tried, then of two, and so on."""
+"""Number of random changes of one setting of a repeated configuration, then of two, and so on."""
 
 ENUMERATED = 2000
-"""Of a space with at most so many configurations the last one is found, too."""
+"""Largest space (in configurations) for a search until the last untried one."""
 
 Configuration = frozenset[tuple[str, str]]
 """The settings of a trial with their values as text."""
 
 
 class InfeasibleFilterSampler(WrapperSampler):
-    """Leaves out the choices that are to blame for trials that cannot work, see `infeasible`.
+    """Leaves out choices that are to blame for infeasible trials, see `infeasible`.
 
     A precision may also break later than its trials have trained so far. So it gets few trials until one of
-    them is complete, if another precision has complete trials. A precision that is better than the others is
-    promoted, and soon has a complete trial.
+    them is complete, if another precision has complete trials. A better precision is promoted, and soon has a
+    complete trial.
     """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
@@ -60,7 +60,7 @@ class InfeasibleFilterSampler(WrapperSampler):
         self._avoided = self._failures.blamed(begun)
         tried = Counter(choice for other in begun for choice in choices_of(other)) + self._failures.num_tried
         num_trials = self._failures.num_trials + len(begun)
-        # Attempts that have paused count as well: they may still break.
+        # Paused attempts count as well: they may still break.
         if sum(tried[choice] for choice in self._avoided) < RETRIED_SHARE * num_trials:
             self._avoided = set()
         completed = self._failures.completed
@@ -74,7 +74,7 @@ class InfeasibleFilterSampler(WrapperSampler):
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         params = super().sample_relative(study, trial, search_space)
-        # Optuna asks `sample_independent` for what is not there.
+        # Optuna asks `sample_independent` for missing ones.
         return {name: value for name, value in params.items() if not self.avoids(name, value)}
 
     def sample_independent(
@@ -88,16 +88,16 @@ class InfeasibleFilterSampler(WrapperSampler):
         return value
 
     def avoids(self, name: str, value: Any) -> bool:
-        """Whether the trial that is being made should not have this choice."""
+        """Return true if the new trial should not have this choice."""
         return (name, value) in self._avoided
 
 
 class AvoidRepeats(WrapperSampler):
-    """Proposes no configuration that a trial has tried already, while an untried one is found.
+    """Proposes no tried configuration while it finds an untried one.
 
-    For spaces of finitely many configurations: with the same seed a configuration would end much as it did
-    before. In a repeated proposal one setting is changed at random, then two, and so on. Trials that FAILed
-    do not count. Two workers that ask at the same moment may get the same configuration.
+    For finite spaces: with the same seed a configuration would end much like before. In a repeated proposal
+    one setting is changed at random, then two, and so on. FAILed trials do not count. Two workers that ask at
+    the same moment may get the same configuration.
     """
 
     def __init__(self, sampler: InfeasibleFilterSampler, space: SearchSpace, seed: int) -> None:
@@ -110,7 +110,7 @@ class AvoidRepeats(WrapperSampler):
         self._random = random.Random(seed)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        # The proposal is made here already: which settings it has depends on its values.
+        # The proposal is made here already: its settings depend on its values.
         ended, unfinished = self._ended.split(study.get_trials(deepcopy=False))
         # An invalid configuration is hidden, but it would be invalid again.
         hidden, _ = self._hidden.split(stored_trials(study))
@@ -128,7 +128,7 @@ class AvoidRepeats(WrapperSampler):
         return self._params
 
     def _propose(self, study: Study, trial: FrozenTrial, params: Mapping[str, Any]) -> _Proposal:
-        """The configuration with `params`, as far as they apply, and what is missing from the sampler."""
+        """Return the configuration with `params`, as far as they apply; the sampler draws the rest."""
 
         def draw(name: str, distribution: BaseDistribution) -> Any:
             if name in trial.params:  # another worker began this trial
@@ -151,7 +151,7 @@ class AvoidRepeats(WrapperSampler):
         return proposal
 
     def _changes(self, params: Mapping[str, Any], kept: Container[str]) -> Iterator[dict[str, Any]]:
-        """Random changes of one setting, of two, and so on; then, of a small space, every combination."""
+        """Yield random changes of one setting, of two, and so on; then every combination of a small space."""
         values = {
             name: [value for value in of_setting if not self._avoids(name, value)]
             for name, of_setting in self._values.items()
@@ -174,7 +174,7 @@ class AvoidRepeats(WrapperSampler):
 
 
 class _Proposal:
-    """A trial's stand-in while a configuration is put together."""
+    """Stands in for a trial while a configuration is put together."""
 
     def __init__(self, draw: Callable[[str, BaseDistribution], Any]) -> None:
         self._draw = draw

@@ -1,11 +1,10 @@
-"""The planner: what is left of a study, how long that takes, and for how many trials a budget is enough.
+"""The planner: the rest of a study, its time, and the number of trials within a budget.
 
-The workers, `hpo plan`, `hpo status` and the end of `hpo run` ask the functions of this file, so they agree.
+The workers, `hpo plan`, `hpo status` and the end of `hpo run` call these functions, so they agree.
 
-A run of a trial begins at its start or at a rung. It costs a fixed time, for its setup and its evaluation,
-and the time of its training, which grows with the share of the trial's budget. The two are measured apart. A
-start that trains 4 % of a budget may spend most of its time on the setup, and 25 such starts take much longer
-than a whole trial.
+A run of a trial begins at its start or at a rung. Its setup and evaluation cost a fixed time; its training
+grows with the share of the trial's budget. The two are measured apart: a start that trains 4 % of a budget
+may spend most of its time on the setup, and 25 such starts take much longer than a whole trial.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hpo.study.sampling.promotion import (
 
 @dataclass(frozen=True)
 class Stage:
-    """A number of trials that train from one share of their budget to another."""
+    """A number of trials and their training, from one share of the budget to another."""
 
     begin: float
     end: float
@@ -36,13 +35,13 @@ class Stage:
 
     @property
     def whole_trials(self) -> float:
-        """The training of the stage, in whole trials."""
+        """Training of the stage, in whole trials."""
         return self.num_trials * (self.end - self.begin)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The device time of a trial."""
+    """Device time of a trial."""
 
     run_seconds: float
     """Setup and evaluation of each run."""
@@ -57,13 +56,13 @@ class Cost:
         )
 
     def of_trial(self, num_runs: int, trained: float) -> float:
-        """Return the seconds of a trial that has trained this share of its budget in so many runs."""
+        """Return the seconds for training this share of a trial's budget in a number of runs."""
         return num_runs * self.run_seconds + trained * self.training_seconds
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The device time of a trial that has ended or paused."""
+    """Device time of an ended or paused trial."""
 
     seconds: float
     training_seconds: float
@@ -78,32 +77,35 @@ def measured_trial(
     is_complete: bool,
     seconds: tuple[float, float],
 ) -> Measured | None:
-    """Return what a trial took that has ended or paused; None: it was stopped somewhere between two rungs.
+    """Return the cost of an ended or paused trial; None if it was stopped somewhere between two rungs.
 
-    A trial that broke, or that a pruner stopped, counts as if it had come to the next rung, since others will
-    break too.
+    A trial that broke or was pruned counts as if it had reached the next rung, since others will break too.
 
     Args:
         attributes: its user attributes.
         seconds: its device-seconds, and their part in training.
     """
-    resumed_at = attributes.get(RESUMED_ATTR, 0.0)
-    num_runs, used = len(attributes.get(RUNGS_ATTR, {})), promotion.used if promotion is not None else []
+    num_runs = len(attributes.get(RUNGS_ATTR, {}))
     if is_at_rung(attributes):
         return Measured(*seconds, num_runs, attributes[PAUSED_ATTR])
     if attributes.get("outcome_reason") == BUDGET_SPENT:
         return None
-    end = 1.0 if is_complete else next((rung for rung in used if rung > resumed_at), 1.0)
+    end = 1.0 if is_complete else _next_rung(promotion, attributes.get(RESUMED_ATTR, 0.0))
     return Measured(*seconds, num_runs + 1, end)
 
 
+def _next_rung(promotion: Promotion | None, share: float) -> float:
+    """Return the first rung after a share of the budget; 1 if there is none."""
+    return next((rung for rung in (promotion.used if promotion else ()) if rung > share), 1.0)
+
+
 def training_share(training_seconds: float | None, active_seconds: float) -> float:
-    """Return the share of the time in which a worker had a trial that was training; 1: it is not known."""
+    """Return the share of training in a trial's time with a worker; 1 if it is not known."""
     return min(1.0, training_seconds / active_seconds) if training_seconds and active_seconds else 1.0
 
 
 def measured_cost(trials: Iterable[Measured]) -> Cost | None:
-    """Return the mean cost of these trials; None: nothing was trained."""
+    """Return the mean cost of these trials; None if nothing was trained."""
     seconds = training = num_runs = trained = 0.0
     for trial in trials:
         seconds += trial.seconds
@@ -118,13 +120,13 @@ class Forecast:
     """The rest of a study."""
 
     num_new: int
-    """Trials that are still to begin."""
+    """Number of future trials."""
     stages: Sequence[Stage]
-    """The runs that are left, if no trial breaks."""
+    """The remaining runs, if no trial breaks."""
 
     @property
     def whole_trials(self) -> float:
-        """The training that is left, in whole trials."""
+        """The remaining training, in whole trials."""
         return sum(stage.whole_trials for stage in self.stages)
 
 
@@ -136,14 +138,14 @@ def forecast(
     cost: Cost | None = None,
     seconds: float | None = None,
 ) -> Forecast:
-    """Return how many trials may still begin, and the runs that are left with them.
+    """Return how many trials may still begin, and all remaining runs.
 
     A trial begins if the budget is enough for it, for all trials that have begun, and for the continuation of
     the best of them.
 
     Args:
-        num_starts: trials that have begun and have not come to a rung.
-        most: so many trials may begin, whatever the budget is.
+        num_starts: begun trials before their first rung.
+        most: largest number of new trials.
         cost: None: no trial was measured, and one may begin.
         seconds: the rest of the budget; None: there is no budget.
     """
@@ -162,24 +164,23 @@ def forecast(
 def seconds_ahead(
     promotion: Promotion | None, cost: Cost, attributes: Mapping[str, Any], seconds: float
 ) -> float:
-    """Return the device-seconds that the present run of a trial has taken, of those that it will take.
+    """Return the device-seconds of a trial's present run until now, at most its expected total.
 
     Args:
-        attributes: the user attributes of a trial that runs.
+        attributes: the user attributes of a running trial.
         seconds: its device-seconds so far, in all of its runs.
     """
-    begin, used = attributes.get(PAUSED_ATTR, 0.0), promotion.used if promotion is not None else []
-    end = next((rung for rung in used if rung > begin), 1.0)
+    begin = attributes.get(PAUSED_ATTR, 0.0)
     of_run = seconds - cost.of_trial(len(attributes.get(RUNGS_ATTR, {})), begin)
-    return min(max(0.0, of_run), cost.of_trial(1, end - begin))
+    return min(max(0.0, of_run), cost.of_trial(1, _next_rung(promotion, begin) - begin))
 
 
 def stages_left(promotion: Promotion | None, rungs: Sequence[Rung], num_starts: int) -> list[Stage]:
-    """Return the runs that are left if none breaks: from the start, then from each rung.
+    """Return the remaining runs if none breaks: from the start, then from each rung.
 
     Args:
-        rungs: the trials that have come to each rung of `promotion`.
-        num_starts: trials that have not come to a rung, or are still to begin.
+        rungs: the trials at each rung of `promotion`.
+        num_starts: trials before their first rung, also future ones.
     """
     used = promotion.used if promotion is not None else []
     if promotion is None or not used:
@@ -192,8 +193,3 @@ def stages_left(promotion: Promotion | None, rungs: Sequence[Rung], num_starts: 
         more = max(0, num_promoted - len(rung.promoted))
         stages.append(Stage(begin, end, min(more, len(rung.waiting) + arriving) + rung.num_running))
     return stages
-
-
-def planned_stages(promotion: Promotion | None, num_trials: int) -> list[Stage]:
-    """Return the runs of a study with so many trials, of which none has begun."""
-    return stages_left(promotion, [Rung() for _ in promotion.rungs] if promotion else [], num_trials)

@@ -1,4 +1,4 @@
-"""Which trials come first where there are several objectives: fronts by non-dominated sorting.
+"""Rank trials of several objectives by non-dominated sorting.
 
 Deb et al., "A Fast and Elitist Multiobjective Genetic Algorithm: NSGA-II", 2002.
 """
@@ -13,19 +13,18 @@ from hpo.study.store.optuna_internals import non_domination_ranks
 
 
 def loss_signs(directions: Sequence[str]) -> np.ndarray:
-    """Factors that make lower better."""
+    """Return the sign of each objective as a loss."""
     return np.array([-1.0 if direction == "maximize" else 1.0 for direction in directions])
 
 
 def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
-    """bool [N]: rows of `values` [N, K] that no other row equals or beats in all K and beats in one."""
+    """Return a mask [N] of the rows of `values` [N, K] on the Pareto front."""
     front: np.ndarray = non_domination_ranks(values * loss_signs(directions)) == 0
     return front
 
 
 def order(losses_NK: np.ndarray) -> np.ndarray:
-    """The indices of the rows, the best first: by front, then by the least of each objective and the
-    distance."""
+    """Return the indices of the rows, the best first: by front, then by distance to the neighbours."""
     if losses_NK.shape[1] == 1:
         return losses_NK[:, 0].argsort(kind="stable")
     ranks_N = non_domination_ranks(losses_NK)
@@ -36,7 +35,7 @@ def order(losses_NK: np.ndarray) -> np.ndarray:
 
 
 def _crowding_distance(losses_NK: np.ndarray) -> np.ndarray:
-    """How far apart the neighbours of each row are, summed over the objectives; infinite at the ends."""
+    """Return the distance of each row's neighbours, summed over the objectives; infinite at the ends."""
     distance_N = np.zeros(len(losses_NK))
     for losses_N in losses_NK.T:
         by_loss_N = losses_N.argsort(kind="stable")

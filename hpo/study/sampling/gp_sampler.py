@@ -1,7 +1,7 @@
-"""The view that Optuna's Gaussian process has of a study. It looks at COMPLETE trials only.
+"""A view of a study for Optuna's Gaussian process, which uses only COMPLETE trials.
 
-So it would propose infeasible configurations again and again, and learn nothing from pruned trials. The view
-shows these trials as COMPLETE, with values that stand for them. TPE has the same view if there are several
+Without it, the process would propose infeasible configurations again and again, and learn nothing from pruned
+trials. The view shows these trials as COMPLETE, with substitute values. TPE has the same view with several
 objectives, because it takes all PRUNED trials for equally good then.
 """
 
@@ -25,9 +25,9 @@ from hpo.study.store.optuna_internals import StudyView
 class PrunedAwareSampler(WrapperSampler):
     """Shows its sampler PRUNED trials as COMPLETE, if the study has at least `num_objectives`.
 
-    A trial that paused has the values of its first rung, so that all are compared at the same length. Any
-    other pruned trial has the value of its best evaluation. An infeasible trial has the worst of all values,
-    and breaks each limit like the worst trial that did.
+    A paused trial has the values of its first rung, so that all are compared at the same length. Any other
+    pruned trial has the value of its best evaluation. An infeasible trial has the worst of all values, and
+    breaks each limit by the largest violation of any trial.
     """
 
     def __init__(self, sampler: BaseSampler, num_objectives: int = 1) -> None:
@@ -83,7 +83,7 @@ def _extremes(
     worst: list[float],
     broken: Mapping[str, float],
 ) -> tuple[list[float], dict[str, float]]:
-    """Return the worst of each objective and the most by which each limit is broken, also by these trials."""
+    """Update the worst value of each objective and the largest violation of each limit with these trials."""
     most = dict(broken)
     for trial in trials:
         for name, value in _limits(trial).items():
@@ -95,12 +95,12 @@ def _extremes(
 
 
 def _limits(trial: FrozenTrial) -> dict[str, float]:
-    """The constraints of a trial that are limits of the study."""
+    """Return the violations of the study's limits by a trial."""
     return {name: value for name, value in trial.constraints.items() if name != FEASIBLE}
 
 
 def _values(trial: FrozenTrial, directions: Sequence[StudyDirection]) -> list[float] | None:
-    """The values by which a trial is compared; None: it has none that is finite, or is infeasible."""
+    """Return the values for comparing a trial; None: no finite ones, or it is infeasible."""
     if is_infeasible(trial):
         return None
     if at_rungs := rungs_of(trial.user_attrs):

@@ -1,14 +1,14 @@
-"""Which choices are to blame for trials that cannot work.
+"""Find the choices to blame for infeasible trials.
 
 A choice that never worked is blamed when `MIN_INFEASIBLE_TRIALS` trials with it were infeasible. The choice
 with the most of them comes first and explains its trials, so that a batch size is not blamed for a precision.
 
-One failure suffices if the trial itself shows the cause: the device lacks the precision, or the step that
-broke is finite when it is repeated in fp32. It does not suffice if other trials of that precision trained
-beyond that step. Then something else is involved, such as a high learning rate.
+One failure suffices if the trial itself shows the cause: the device lacks the precision, or the broken step
+is finite when it is repeated in fp32. It does not suffice if other trials of the precision trained beyond
+this step. Then something else is involved, such as a high learning rate.
 
-A precision may become NaN late in a trial. So only a COMPLETE trial shows that it survives training. Any
-other failure is refuted by each trial that trained with the choice to a rung.
+A precision may become NaN late in a trial, so only a COMPLETE trial clears it. Any other failure is refuted
+by each trial with the choice and training to a rung.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hpo.precision.table import BASE_PRECISION, PRECISION
 from hpo.study.sampling.promotion import rungs_of
 
 MIN_INFEASIBLE_TRIALS = 3
-"""So many trials of a choice must have been infeasible, and none feasible, before it is blamed."""
+"""Number of infeasible trials, without a feasible one, for blaming a choice."""
 
 Choice = tuple[str, Any]
 
@@ -36,27 +36,27 @@ class _Failure(NamedTuple):
 
     suspects: tuple[Choice, ...]
     is_proven: bool
-    """Whether there is one suspect, and the trial shows that it is to blame."""
+    """True if there is one suspect, and the trial shows its guilt."""
     is_late: bool
-    """Whether it may have trained for long: only a COMPLETE trial clears its precision."""
+    """True if it may have trained for long: only a COMPLETE trial clears its precision."""
     rung: float
-    """The last rung that the trial passed; 0: none."""
+    """Last rung of the trial; 0: none."""
 
 
 class Failures:
-    """The choices of a study that are blamed. A trial that has ended is added once and for all."""
+    """The blamed choices of a study. An ended trial is added once and for all."""
 
     def __init__(self) -> None:
         self._failures: Counter[_Failure] = Counter()
         self.completed: set[Choice] = set()
-        """The choices of COMPLETE trials."""
+        """Choices of COMPLETE trials."""
         self._reached: dict[Choice, float] = {}
         self.num_trials = 0
         self.num_tried: Counter[Choice] = Counter()
-        """How many trials that ended had a choice."""
+        """Number of ended trials with each choice."""
 
     def add_ended(self, trial: FrozenTrial) -> None:
-        """Add a trial that has ended. A trial that FAILed does not count."""
+        """Add an ended trial. A FAILed trial does not count."""
         if trial.state not in (TrialState.COMPLETE, TrialState.PRUNED):
             return
         chosen = choices_of(trial)
@@ -69,19 +69,19 @@ class Failures:
         _note_rung(self._reached, trial, chosen)
 
     def blamed(self, unfinished: Iterable[FrozenTrial] = ()) -> set[Choice]:
-        """Return the choices that are to blame. `unfinished`: trials that run or have paused."""
+        """Return the choices to blame. `unfinished`: running and paused trials."""
         reached = dict(self._reached)
         for trial in unfinished:
             _note_rung(reached, trial, choices_of(trial))
         counts = [(self._weights(one, reached), number) for one, number in self._failures.items()]
-        found: set[Choice] = set()
+        all_blamed: set[Choice] = set()
         while blame := _blame(counts):
-            found.add(blame)
+            all_blamed.add(blame)
             counts = [(weights, number) for weights, number in counts if blame not in weights]
-        return found
+        return all_blamed
 
     def _weights(self, failure: _Failure, reached: dict[Choice, float]) -> dict[Choice, int]:
-        """How much the failure counts against each choice that has not been shown to work."""
+        """Return the weight of a failure against each uncleared choice."""
         weights = {}
         for choice in failure.suspects:
             is_late = failure.is_late and choice[0] in (PRECISION, BASE_PRECISION)
@@ -93,7 +93,7 @@ class Failures:
 
 
 def is_infeasible(trial: FrozenTrial) -> bool:
-    """Whether the configuration cannot work. A trial that only breaks a limit of the study does work."""
+    """Return true if the configuration cannot work. Breaking a limit of the study is not infeasible."""
     return trial.constraints.get(FEASIBLE, 0.0) > 0
 
 
@@ -138,7 +138,7 @@ def _failure(trial: FrozenTrial, chosen: Iterable[Choice]) -> _Failure:
 
 
 def _blame(counts: Iterable[tuple[dict[Choice, int], int]]) -> Choice | None:
-    """Return the choice that explains the most of the trials, if it explains enough."""
+    """Return the choice with the most explained trials, if they are enough."""
     total: Counter[Choice] = Counter()
     for weights, number in counts:
         for choice, weight in weights.items():

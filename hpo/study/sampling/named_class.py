@@ -1,11 +1,10 @@
-"""Samplers and pruners that are not Optuna's own: a class of an installed package, of OptunaHub, or one that
-the study's code brings.
+"""Samplers and pruners by the name of a class: of an installed package, of OptunaHub, or of the study's code.
 
     my_package.MySampler                     a class by its import path
-    optunahub:samplers/auto_sampler          the only sampler that a package of OptunaHub exports
+    optunahub:samplers/auto_sampler          the only sampler of a package of OptunaHub
     optunahub:samplers/x@REF:XSampler        one class of a package, at a commit, tag or branch
 
-A name runs code, so `trust_classes` refuses a name that only the database gives.
+A name runs code, so `trust_classes` refuses a name from the database.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ from hpo.study.store.optuna_internals import is_in
 from hpo.versions import install_hint
 
 REGISTRY = "HPO_OPTUNAHUB_REGISTRY"
-"""Environment variable: the folder `package` of a copy of OptunaHub's registry, which is used in place of the
-network."""
+"""Environment variable: folder `package` of a copy of OptunaHub's registry, for use without a network."""
 
 
 def trust_classes(config: StudyConfig, of_file: StudyConfig | None) -> None:
-    """Raise InputError if the study names a class that this machine's user has not named.
+    """Raise InputError if the study names a class without the consent of this machine's user.
 
     `of_file` is the study in the user's own file.
     """
@@ -51,8 +49,8 @@ def trust_classes(config: StudyConfig, of_file: StudyConfig | None) -> None:
     for name in config.class_names:
         if name not in trusted and not is_trusted_class(name):
             raise InputError(
-                f"The study `{config.name}` of the database asks to run the class `{name}`, which whoever "
-                f"can write to the database can change. Read its code, then give --trust-code {name} "
+                f"The study `{config.name}` of the database asks to run the class `{name}`. Anybody with "
+                f"write access to the database can change this. Read its code, then give --trust-code {name} "
                 "(`trust_code=` of hpo.Study), or the study's own file."
             )
 
@@ -68,24 +66,24 @@ def build_named_pruner(config: PrunerConfig) -> BasePruner:
 
 
 class GuardedSampler(WrapperSampler):
-    """Raises RunError, which names the sampler, where it raises or proposes a value outside of its range."""
+    """Raises RunError with the sampler's name if it fails or proposes a value out of range."""
 
     def __init__(self, sampler: BaseSampler, name: str) -> None:
         super().__init__(sampler)
-        self._name = name
+        self._name = f"sampler `{name}`"
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        with _errors_of("sampler", self._name):
+        with _errors_of(self._name):
             super().before_trial(study, trial)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        with _errors_of("sampler", self._name):
+        with _errors_of(self._name):
             return super().infer_relative_search_space(study, trial)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        with _errors_of("sampler", self._name):
+        with _errors_of(self._name):
             params = super().sample_relative(study, trial, search_space)
         for name in params.keys() & search_space.keys():
             self._check(name, params[name], search_space[name])
@@ -94,7 +92,7 @@ class GuardedSampler(WrapperSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        with _errors_of("sampler", self._name):
+        with _errors_of(self._name):
             value = super().sample_independent(study, trial, param_name, param_distribution)
         self._check(param_name, value, param_distribution)
         return value
@@ -102,88 +100,77 @@ class GuardedSampler(WrapperSampler):
     def _check(self, name: str, value: Any, distribution: BaseDistribution) -> None:
         if not is_in(distribution, value):
             raise RunError(
-                f"The sampler `{self._name}` must propose a value of {distribution} for {name}, but it "
-                f"proposed {shorten(repr(value), 60)}."
+                f"The {self._name} must propose a value of {distribution} for {name}, but it proposed "
+                f"{shorten(repr(value), 60)}."
             )
 
 
 class GuardedPruner(BasePruner):
-    """Raises RunError, which names the pruner, where it raises."""
+    """Raises RunError with the pruner's name if it fails."""
 
     def __init__(self, pruner: BasePruner, name: str) -> None:
         self._pruner = pruner
-        self._name = name
+        self._name = f"pruner `{name}`"
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
-        with _errors_of("pruner", self._name):
+        with _errors_of(self._name):
             return bool(self._pruner.prune(study, trial))
 
 
 @contextmanager
-def _errors_of(what: str, name: str) -> Iterator[None]:
+def _errors_of(name: str, what: str = "failed", kind: type[HpoError] = RunError) -> Iterator[None]:
+    """Turn an unexpected exception of the user's code into an error of this kind."""
     try:
         yield
     except HpoError:
         raise
     except Exception as error:
-        raise RunError(f"The {what} `{name}` failed: {_told(error)}") from error
+        text = f"{type(error).__name__}: {shorten(str(error), 300)}".removesuffix(".")
+        raise kind(f"The {name} {what}: {text}.") from error
 
 
 def _build(config: SamplerConfig | PrunerConfig, base: type[Any], seed: int | None = None) -> Any:
-    what, name = config.WHAT, config.name
-    own = config.OWN.get(name)
-    try:
-        with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
-            if own is not None:
-                made = own.make(options_in(own, config.given_options), *([] if seed is None else [seed]))
-            else:
-                made = _instance(load_class(name, base, what), config.given_options, seed)
-    except HpoError:
-        raise
-    except Exception as error:
-        raise InputError(f"The {what} `{name}` cannot be made: {_told(error)}") from error
+    name, own = f"{config.WHAT} `{config.name}`", config.OWN.get(config.name)
+    with (
+        warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning),
+        _errors_of(name, "cannot be made", InputError),
+    ):
+        if own is not None:
+            made = own.make(options_in(own, config.given_options), *([] if seed is None else [seed]))
+        else:
+            named = load_class(config.name, base, config.WHAT)
+            takes_seed = seed is not None and "seed" in inspect.signature(named).parameters
+            made = named(**config.given_options, **({"seed": seed} if takes_seed else {}))
     if not isinstance(made, base):
         raise InputError(
-            f"The {what} `{name}` must be an instance of optuna's {base.__name__}, but got "
-            f"{shorten(repr(made), 60)}."
+            f"The {name} must be an instance of optuna's {base.__name__}, but got {shorten(repr(made), 60)}."
         )
     return made
 
 
-def _instance(found: type[Any], options: dict[str, Any], seed: int | None) -> Any:
-    takes_seed = seed is not None and "seed" in inspect.signature(found).parameters
-    return found(**options, **({"seed": seed} if takes_seed else {}))
-
-
 def load_class(name: str, base: type[Any], what: str) -> type[Any]:
-    """Import the class that `name` names. Raises InputError unless it is a subclass of `base`.
-
-    Args:
-        what: `sampler` or `pruner`, for messages.
-    """
+    """Import a class by its name. Raises InputError unless it is a subclass of `base`."""
     if name.startswith(HUB):
-        found = _class_of_hub(name, base, what)
+        named = _class_of_hub(name, base, what)
     else:
         module, _, attribute = name.rpartition(".")
-        try:
-            found = getattr(import_module(module), attribute, None)
-        except Exception as error:
-            raise InputError(f"The {what} `{name}` cannot be imported: {_told(error)}") from error
-        if found is None:
+        with _errors_of(f"{what} `{name}`", "cannot be imported", InputError):
+            named = getattr(import_module(module), attribute, None)
+        if named is None:
             raise InputError(f"The {what} `{name}`: the module `{module}` has no `{attribute}`.")
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not (isinstance(named, type) and issubclass(named, base)):
         raise InputError(
             f"The {what} `{name}` must be a subclass of optuna's {base.__name__}, but it is "
-            f"{shorten(repr(found), 80)}."
+            f"{shorten(repr(named), 80)}."
         )
-    return found
+    return named
 
 
 def _class_of_hub(name: str, base: type[Any], what: str) -> Any:
     match = re.fullmatch(rf"{HUB}([\w/-]+)(?:@([\w./-]+))?(?::(\w+))?", name)
     assert match is not None, name  # `is_class_name`
     package, ref, attribute = match.groups()
-    module = _hub_module(name, package, ref, what)
+    module = _hub_module(f"{what} `{name}`", package, ref)
     if attribute is not None:
         return getattr(module, attribute, None)
     exported = getattr(module, "__all__", None)
@@ -192,39 +179,32 @@ def _class_of_hub(name: str, base: type[Any], what: str) -> Any:
     # Without `__all__` a module also shows the classes that it imports from Optuna.
     own = [value for value in classes if exported or value.__module__.startswith(module.__name__)]
     if len(own) != 1:
-        named = ", ".join(value.__name__ for value in own) or "none"
+        names = ", ".join(value.__name__ for value in own) or "none"
         raise InputError(
-            f"The {what} `{name}` must name a package with one {what}, but it has {named}. Name its class: "
+            f"The {what} `{name}` must name a package with one {what}, but it has {names}. Name its class: "
             f"`{name}:CLASS`."
         )
     return own[0]
 
 
-def _hub_module(name: str, package: str, ref: str | None, what: str) -> ModuleType:
+def _hub_module(name: str, package: str, ref: str | None) -> ModuleType:
     try:
         import optunahub
     except ImportError as error:
         raise InputError(
-            f"The {what} `{name}` needs the package optunahub, which is not installed ({error}). "
+            f"The {name} needs the package optunahub, which is not installed ({error}). "
             f"{install_hint('optunahub')}"
         ) from None
     registry = os.environ.get(REGISTRY)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            if registry:
-                module = optunahub.load_local_module(package, registry_root=str(Path(registry).absolute()))
-            else:
-                module = optunahub.load_module(package, ref=ref or "main")
-    except Exception as error:
-        where = f"from the folder {registry} ({REGISTRY})" if registry else "from OptunaHub"
-        raise InputError(
-            f"The {what} `{name}` cannot be loaded {where}: {_told(error)} Without a network, name a copy of "
-            f"the registry's folder `package` in {REGISTRY}."
-        ) from error
+    where = f"from the folder {registry}" if registry else "from OptunaHub"
+    remedy = f"(without a network, name a copy of the registry's folder `package` in {REGISTRY})"
+    with (
+        warnings.catch_warnings(action="ignore"),
+        _errors_of(name, f"cannot be loaded {where} {remedy}", InputError),
+    ):
+        if registry:
+            module = optunahub.load_local_module(package, registry_root=str(Path(registry).absolute()))
+        else:
+            module = optunahub.load_module(package, ref=ref or "main")
     assert isinstance(module, ModuleType)
     return module
-
-
-def _told(error: Exception) -> str:
-    text = f"{type(error).__name__}: {shorten(str(error), 300)}"
-    return text if text.endswith(".") else f"{text}."

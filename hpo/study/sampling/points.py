@@ -1,7 +1,7 @@
-"""Points: the configurations of a grid, or of a comparison, in the order in which trials get them.
+"""Points: the configurations of a grid or of a comparison, in their order of use.
 
-A point is chosen in the transaction that makes its trial: the first one that the fewest trials have, among
-those that the worker's device can run. So workers share the points without a sampler of their own.
+A point is chosen in the transaction that makes its trial: the first point with the fewest trials, among the
+points for the worker's device. So workers share the points without a sampler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from hpo.config.search_space import SearchSpace, grid
 
 Point = dict[str, Any]
-"""The parameters of a trial, as Optuna holds them."""
+"""Parameters of a trial, in Optuna's form."""
 
 
 def grid_points(space: SearchSpace, seed: int) -> list[Point]:
@@ -35,10 +35,9 @@ def point_key(point: Point) -> str:
 
 
 def unused_points(points: Sequence[Point], num_trials: Mapping[str, int]) -> list[Point]:
-    """Return the points that the fewest trials have, in their order.
+    """Return the points with the fewest trials, in their order.
 
-    Args:
-        num_trials: how many trials have a point, by its `point_key`.
+    `num_trials`: number of trials with each `point_key`.
     """
     counts = [num_trials.get(point_key(point), 0) for point in points]
     fewest = min(counts, default=0)

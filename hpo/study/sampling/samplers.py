@@ -1,19 +1,19 @@
 """Optuna's samplers and pruners: the next configuration, and the early end of a trial.
 
-A worker draws only what its device can run: `device_sampler`. A precision that runs and still cannot work
-ends a trial as PRUNED with an infeasible constraint. Each sampler needs help to learn from that:
+A worker draws only precisions of its device: `device_sampler`. An infeasible precision ends a trial as
+PRUNED with an infeasible constraint. Each sampler needs help to learn from that:
 
 - TPE ranks infeasible trials last, but its first trials are random, as are NSGA-II's first generation and its
-  mutations. `InfeasibleFilterSampler` replaces a choice of which every trial was infeasible.
-- GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study, and also TPE if trials
+  mutations. `InfeasibleFilterSampler` replaces a choice whose trials were all infeasible.
+- GP uses only COMPLETE trials. `PrunedAwareSampler` shows it a copy of the study, and also TPE if trials
   pause by several objectives.
 - Random and QMC do not learn: with them, such a trial ends before training.
 
-A sampler that is a class of other code (`named_class`) sees the study as `DeviceSampler` shows it, and is
-wrapped in `InfeasibleFilterSampler`.
+A sampler class of other code (`named_class`) gets the view of `DeviceSampler` and is wrapped in
+`InfeasibleFilterSampler`.
 
-TPE and GP return to a configuration that they found good: `AvoidRepeats` changes that. The points of a grid
-are chosen with the claim of a trial (`points`). A sampler draws only what they leave open.
+TPE and GP return to a good configuration: `AvoidRepeats` changes that. The points of a grid are chosen with
+the claim of a trial (`points`); a sampler draws only the settings outside them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
@@ -30,7 +30,9 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
+from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import SearchSpace, choices_without, is_finite, suggest
+from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError, RunError
 from hpo.precision.table import BASE_PRECISION, PRECISION, choice_name
 from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice, WrapperSampler
@@ -38,12 +40,8 @@ from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSa
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.named_class import build_named_pruner, build_named_sampler, trust_classes
 
-if TYPE_CHECKING:
-    from hpo.config.sampler_config import PrunerConfig, SamplerConfig
-    from hpo.config.study_config import StudyConfig
-
 TRIED = 3
-"""Trials on which a sampler of other code is tried: the first are random in many samplers."""
+"""Number of trials for testing a sampler of other code: the first are random in many samplers."""
 
 
 def build_sampler(
@@ -58,10 +56,10 @@ def build_sampler(
     """Return the sampler of one worker of a study.
 
     Args:
-        worker_number: added to the seed, so that no two workers try the same configurations. The workers of
+        worker_number: added to the seed, so that all workers try different configurations. The workers of
             `qmc` continue one sequence and share the seed.
-        skipped: precisions that this worker does not draw.
-        explores: whether TPE and GP draw half of the configurations at random (`HalfRandom`).
+        skipped: precisions not to draw.
+        explores: let TPE and GP draw half of the configurations at random (`HalfRandom`).
     """
     drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
@@ -71,9 +69,9 @@ def build_sampler(
 
 
 def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
-    """The space that a worker draws from, without the precisions `skipped`; all, where it can run none.
+    """Return the space without the precisions `skipped`; with all of them if the worker can run none.
 
-    Where a device runs no choice of a setting that only some trials have, it draws the other trials.
+    If a device runs no choice of a conditional setting, it draws trials without this setting.
     """
     drawn = dict(space)
     for name in filter(space.__contains__, (PRECISION, BASE_PRECISION)):
@@ -90,7 +88,7 @@ def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
 def _build_optuna_sampler(
     config: SamplerConfig, space: SearchSpace, seed: int, *, explores: bool
 ) -> BaseSampler:
-    """Optuna's sampler, wrapped in what it needs against trials that cannot work."""
+    """Return Optuna's sampler in its wrappers against infeasible trials."""
     if not config.is_optuna_own:
         return InfeasibleFilterSampler(build_named_sampler(config, seed), seed)
     name, options = config.name, config.options
@@ -113,16 +111,16 @@ def _build_optuna_sampler(
 
 
 class HalfRandom(WrapperSampler):
-    """Draws every second configuration at random, on average; which ones follows from the trial's number.
+    """Draws half of the configurations at random, chosen by the trial's number.
 
-    What starts best does not always end best, and a sampler that learns from short starts follows them. As in
-    BOHB (Falkner et al., 2018, https://arxiv.org/abs/1807.01774), where it is every third.
+    The best start is not always the best end, and a sampler that learns from short starts follows them. BOHB
+    draws every third at random (Falkner et al., 2018, https://arxiv.org/abs/1807.01774).
     """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
         super().__init__(sampler)
         self._seed = seed
-        # Another sequence than that of the first trials of `sampler`, which are random too.
+        # The first trials of `sampler` are random too, so this needs another sequence.
         self._random_sampler = RandomSampler(seed=random.Random(f"half at random {seed}").getrandbits(32))
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
@@ -146,7 +144,7 @@ class HalfRandom(WrapperSampler):
 
 
 def build_pruner(config: PrunerConfig) -> BasePruner:
-    """Return the pruner; `promote` has one that stops no trial, as trials pause by themselves."""
+    """Return the pruner. For `promote` it stops no trial, as trials pause by themselves."""
     if not config.is_optuna_own:
         return build_named_pruner(config)
     wrapped = {"wrapped_pruner": None} if config.name == "patient" else {}

@@ -1,5 +1,3 @@
-"""Detailed evaluations in the database."""
-
 from __future__ import annotations
 
 import json
@@ -13,22 +11,18 @@ from support.detailed_documents import document, error, task_document
 from support.worker_process import run_trials, study
 
 from hpo.errors import RunError
-from hpo.study.reading.detailed_evaluations import _say_left_out, store_detailed_evaluation
+from hpo.study.reading.detailed_evaluations import _warn_once, store_detailed_evaluation
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import with_evaluation
-from hpo.study.store.lifecycle import delete_study
 from hpo.study.store.schema import detailed_evaluations
 from hpo.study.store.storage import Storage
-from hpo.study.store.studies import create_or_resume_study
 
 DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\0 ☃", 1.0, 2.0)])})
 
 
 def finished(storage: Storage, name: str = "tiny") -> str:
-    """A study of two complete trials; its token."""
-    config = study(2, name=name)
-    create_or_resume_study(storage, config)
-    run_trials(storage, config)
+    """Run a study of two complete trials and return its token."""
+    run_trials(storage, study(2, name=name))
     return storage.study_token(name)
 
 
@@ -38,7 +32,6 @@ def detailed(storage: Storage, name: str = "tiny") -> list[Any]:
 
 def test_a_document_is_read_back_with_its_trial(storage: Storage) -> None:
     token, other = finished(storage), finished(storage, "other")
-    assert detailed(storage) == [{}, {}]
     half = {"value": 0.5, "low": 0.25, "high": math.nan}
     for one in (document({}, num_examples=1), DOCUMENT, document({}, "validation", score=half)):
         store_detailed_evaluation(storage, "tiny", token, 1, one)  # the last of each split stays
@@ -48,22 +41,16 @@ def test_a_document_is_read_back_with_its_trial(storage: Storage) -> None:
     assert detailed(storage, "other") == [{"test": document({})}, {}]
 
 
-def test_nothing_goes_over_to_a_study_made_anew(storage: Storage) -> None:
+def test_a_study_made_anew_gets_no_old_document(storage: Storage) -> None:
     old = finished(storage)
     store_detailed_evaluation(storage, "tiny", old, 0, DOCUMENT)
-    optuna.delete_study(study_name="tiny", storage=storage.optuna)  # as the dashboard does
+    optuna.delete_study(study_name="tiny", storage=storage.optuna)  # like the dashboard
     new = finished(storage)
     assert detailed(storage) == [{}, {}]
     store_detailed_evaluation(storage, "tiny", new, 0, DOCUMENT)
-    late = document({}, num_examples=99)
-    with pytest.raises(RunError, match="deleted, or made anew"):  # it was computed before
-        store_detailed_evaluation(storage, "tiny", old, 0, late)
-    assert detailed(storage) == [{"test": DOCUMENT}, {}]
-    delete_study(storage, "tiny")
     with pytest.raises(RunError, match="deleted, or made anew"):
-        store_detailed_evaluation(storage, "tiny", new, 0, late)
-    finished(storage)
-    assert detailed(storage) == [{}, {}]
+        store_detailed_evaluation(storage, "tiny", old, 0, document({}, num_examples=99))
+    assert detailed(storage) == [{"test": DOCUMENT}, {}]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +62,10 @@ def test_nothing_goes_over_to_a_study_made_anew(storage: Storage) -> None:
     ],
     ids=["another version", "damaged", "cut"],
 )
-def test_a_document_that_cannot_be_read_is_left_out_with_a_word(
+def test_an_unreadable_document_is_left_out_with_a_warning(
     storage: Storage, caplog: pytest.LogCaptureFixture, text: str, why: str
 ) -> None:
-    _say_left_out.cache_clear()
+    _warn_once.cache_clear()
     token = finished(storage)
     for split in ("test", "validation"):
         store_detailed_evaluation(storage, "tiny", token, 1, document({}, split))
@@ -88,10 +75,8 @@ def test_a_document_that_cannot_be_read_is_left_out_with_a_word(
     record = read_study(storage, "tiny")
     assert [list(trial.detailed) for trial in record.trials] == [[], ["validation"]]
     assert read_study(storage, "tiny").trials == record.trials
-    (said,) = [each.message for each in caplog.records]
-    assert said.startswith("The detailed evaluation of trial 1 on test of tiny is left out: ")
-    assert why in said
-    changed = with_evaluation(record, 1, DOCUMENT)
-    assert changed.trials[1].detailed == {"test": DOCUMENT, "validation": document({}, "validation")}
+    (warning,) = [each.message for each in caplog.records]
+    assert warning.startswith("The detailed evaluation of trial 1 on test of tiny is left out: ")
+    assert why in warning
     store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
-    assert read_study(storage, "tiny").trials == changed.trials
+    assert read_study(storage, "tiny").trials == with_evaluation(record, 1, DOCUMENT).trials

@@ -1,9 +1,6 @@
-"""What a database holds, in a number of queries that does not grow."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import optuna
 import pytest
@@ -19,18 +16,13 @@ from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
 
-def run(storage: Storage, config: Any) -> None:
-    create_or_resume_study(storage, config)
-    run_trials(storage, config)
-
-
 def listed(storage: Storage) -> dict[str, StudyOverview]:
-    return {found.name: found for found in list_studies(storage)}
+    return {overview.name: overview for overview in list_studies(storage)}
 
 
-def test_studies_in_numbers(storage: Storage) -> None:
-    run(storage, study(2, name="up"))
-    run(storage, study(2, name="down"))
+def test_an_overview_counts_trials_and_live_workers(storage: Storage) -> None:
+    run_trials(storage, study(2, name="up"))
+    run_trials(storage, study(2, name="down"))
     opened = create_or_resume_study(storage, study(5, name="begun"))
     with (
         WorkerLease(storage, opened, max_retries=0) as worker,
@@ -39,11 +31,11 @@ def test_studies_in_numbers(storage: Storage) -> None:
         worker.claim()
         dead.claim()
         change_worker(storage, dead, process_start="1")
-        found = listed(storage)
+        overviews = listed(storage)
         change_worker(storage, dead, process_start="0")
-    assert list(found) == ["up", "down", "begun"]
-    assert (found["up"].state, found["up"].workers) == ("done", 0)
-    begun = found["begun"]
+    assert list(overviews) == ["up", "down", "begun"]
+    assert (overviews["up"].state, overviews["up"].workers) == ("done", 0)
+    begun = overviews["begun"]
     assert begun.trials == {"open": 4, "running": 1, "done": 0, "total": 5}
     assert (begun.state, begun.workers) == ("open", 1)
     assert begun.created <= begun.now
@@ -52,7 +44,7 @@ def test_studies_in_numbers(storage: Storage) -> None:
     assert {name: one.state for name, one in listed(storage).items()} == {"down": "done", "begun": "paused"}
 
 
-def test_a_damaged_row_is_left_out_with_a_word(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_row_is_left_out_with_a_warning(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
     say_damaged.cache_clear()
     for name in ("first", "second", "third"):
         create_or_resume_study(storage, study(1, name=name))
@@ -62,24 +54,22 @@ def test_a_damaged_row_is_left_out_with_a_word(storage: Storage, caplog: pytest.
             of = sa.update(studies)
             connection.execute(of.where(studies.c.name == "second").values(definition="{"))
             connection.execute(of.where(studies.c.name == "first").values(created=1e12))
-        found = list_studies(storage)
-        assert [one.name for one in found] == ["third", "first"]
-        assert all(one.created <= one.now for one in found)
-        assert found[0].workers == 0, "nobody was seen in the future"
+        overviews = list_studies(storage)
+        assert [one.name for one in overviews] == ["third", "first"]
+        assert all(one.created <= one.now for one in overviews)
+        assert overviews[0].workers == 0, "no heartbeat comes from the future"
         assert [worker.alive for worker in read_study(storage, "third").workers] == [False]
     assert "The study `second` is left out: its row is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("read", [list_studies, lambda storage: read_study(storage, "s0")])
-def test_the_number_of_queries_does_not_grow_with_studies_and_trials(
-    storage: Storage, read: Callable[[Storage], object]
-) -> None:
+def test_the_number_of_queries_is_constant(storage: Storage, read: Callable[[Storage], object]) -> None:
     statements: list[str] = []
     sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
     counts = []
     for number in range(3):
-        run(storage, study(2 * number + 1, name="s0"))
-        run(storage, study(2, name=f"s{number}"))
+        run_trials(storage, study(2 * number + 1, name="s0"))
+        run_trials(storage, study(2, name=f"s{number}"))
         statements.clear()
         read(storage)
         counts.append(len(statements))

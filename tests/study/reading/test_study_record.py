@@ -1,17 +1,12 @@
-"""Sentences about what is stored of a study's trials."""
-
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from support.study_records import fake_trial, record_of
 
-from hpo.study.reading.study_record import unverified_precisions
-
-REMEDY = (
-    "Nothing was seen that contradicts it, so they count for the precision that they ran in. "
-    "Check the layers named, or run `hpo verify`."
-)
+from hpo.errors import StorageError
+from hpo.study.reading.study_record import StoredJson, unverified_precisions
 
 
 def unverified(number: int, **facts: str) -> Any:
@@ -20,20 +15,24 @@ def unverified(number: int, **facts: str) -> Any:
     return trial
 
 
-def test_unverified_trials_and_reasons_are_counted_beyond_the_first() -> None:
+def test_unverified_trials_are_listed_with_three_reasons() -> None:
     trials = [unverified(number, reason=f"Reason {number % 5}.") for number in range(10)]
-    text = (
+    ((text, _),) = unverified_precisions(record_of(trials))
+    assert text == (
         "The precision of 10 trials (number 0, 1, 2, 3, 4, 5, 6, 7 and 2 more) is unverified: "
-        "Reason 0. Reason 1. Reason 2. There are 2 more reasons."
+        "Reason 0. Reason 1. Reason 2."
     )
-    assert unverified_precisions(record_of(trials)) == [(text, REMEDY)]
-    ((text, _),) = unverified_precisions(record_of(trials[:4]))
-    assert text.endswith("Reason 0. Reason 1. Reason 2. There is 1 more reason.")
+    assert unverified_precisions(record_of([fake_trial(0, "fp32")])) == []
 
 
-def test_the_reason_of_a_fallback_does_not_explain_an_unverified_precision() -> None:
-    fallback, found = "bf16 is emulated here. Ran fp32 instead.", "No product with a weight was seen."
-    trial = unverified(0, reason=f"{fallback} {found}", observed_reason=found)
-    assert unverified_precisions(record_of([trial])) == [
-        (f"The precision of 1 trial (number 0) is unverified: {found}", REMEDY)
-    ]
+def test_a_fallback_is_no_reason_for_an_unverified_precision() -> None:
+    fallback, reason = "bf16 is emulated here. Ran fp32 instead.", "No product with a weight was seen."
+    trial = unverified(0, reason=f"{fallback} {reason}", observed_reason=reason)
+    ((text, _),) = unverified_precisions(record_of([trial]))
+    assert text == f"The precision of 1 trial (number 0) is unverified: {reason}"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_damaged_json_is_one_clear_error(text: str) -> None:
+    with pytest.raises(StorageError, match="must have a JSON object"):
+        StoredJson(text).get("precision")

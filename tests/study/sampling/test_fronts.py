@@ -1,4 +1,4 @@
-"""Which paused trials of several objectives go on, and what samplers see of them."""
+"""Promotion and samplers with several objectives."""
 
 from __future__ import annotations
 
@@ -21,31 +21,25 @@ VALUES = [(0.1, 1.0), (0.3, 2.0), (0.2, 3.0), (0.5, 4.0), (0.4, 5.0), (0.9, 7.0)
 
 
 def trial_of(
-    number: int,
-    values: tuple[float, float],
-    rate: float = 0.1,
-    state: str = "paused",
-    constraints: dict[str, float] | None = None,
+    number: int, values: tuple[float, float], rate: float = 0.1, resumed_at: float = 0.0, **constraints: float
 ) -> FrozenTrial:
-    """A trial with these values at the rung. One that is `running` continues from there."""
-    at_rung = {"values": list(values), "constraints": constraints or {}}
-    resumed_at = 0.1 if state == "running" else 0.0
+    """A trial with these values at the rung 0.1; it has continued if `resumed_at` is 0.1."""
+    rungs = {"0.1": {"values": list(values), "constraints": constraints}}
     trial = create_trial(
         state=TrialState.RUNNING,
         params={"learning_rate": rate},
         distributions={"learning_rate": RATE},
-        user_attrs={"rungs": {"0.1": at_rung}, "paused_at": 0.1, "resumed_at": resumed_at},
+        user_attrs={"rungs": rungs, "paused_at": 0.1, "resumed_at": resumed_at},
     )
     trial.number = number
     return trial
 
 
 STARTS = [trial_of(number, values) for number, values in enumerate(VALUES)]
-OUTSIDE = trial_of(7, (1.0, 0.5), constraints={"memory": 0.5})
-GONE = [trial_of(i, VALUES[i], state="running" if i in (5, 0) else "paused") for i in range(7)]
+RESUMED = [trial_of(i, VALUES[i], resumed_at=0.1 if i in (5, 0) else 0.0) for i in range(7)]
 
 
-def test_a_front_is_whole_before_the_next_begins() -> None:
+def test_a_front_comes_before_the_next() -> None:
     losses_NK = np.random.default_rng(0).integers(0, 12, size=(200, 3)).astype(float)
     left = losses_NK[order(losses_NK)]
     while len(left):
@@ -59,8 +53,9 @@ def test_a_front_is_whole_before_the_next_begins() -> None:
     [
         (STARTS, True, [5, 0]),  # two of seven, the ends of the front
         (STARTS[:2], False, [1, 0]),
-        (GONE, False, []),  # `keep` is one for each objective, and these two continue
-        ([*STARTS, OUTSIDE], True, [5, 0]),  # it is better than all, and breaks a limit
+        (RESUMED, False, []),  # `keep` is one for each objective, and these two continue
+        ([*STARTS, trial_of(7, (1.0, 0.5), memory=0.5)], True, [5, 0]),  # the best breaks a limit
+        ([trial_of(n, (n, n)) for n in range(60)], False, [59, 0]),  # one large front
     ],
 )
 def test_the_ends_of_the_front_are_promoted_first(
@@ -68,13 +63,9 @@ def test_the_ends_of_the_front_are_promoted_first(
 ) -> None:
     standings = Standings(Promotion((0.1,), 3, 1, DIRECTIONS, num_trials=16))
     rungs = standings.rungs(trials, lambda _: True)
-    assert standings.promoted(rungs, more_begin=more_begin) == expected
-
-
-def study_of(trials: list[FrozenTrial]) -> optuna.Study:
-    made = optuna.create_study(directions=DIRECTIONS)
-    made.add_trials(trials)
-    return made
+    promoted = standings.promoted(rungs, more_begin=more_begin)
+    assert promoted[:2] == expected
+    assert len(promoted) == max(len(expected), len(trials) // 3 if len(trials) > 8 else 0)
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])
@@ -82,7 +73,11 @@ def test_samplers_learn_from_paused_trials(sampler: str) -> None:
     """The first fifteen are bad. TPE itself would take all of them for equally good, in their order."""
     bad = [trial_of(i, (0.1, 9.0), 0.8 + i / 200) for i in range(15)]
     good = [trial_of(i, (0.5 + i / 100, 1.0 + i / 100), 0.1 + i / 200) for i in range(15)]
-    config, known = study(30, sampler={"name": sampler}, search_space=SPACE), study_of([*bad, *good])
+    config, known = (
+        study(30, sampler={"name": sampler}, search_space=SPACE),
+        optuna.create_study(directions=DIRECTIONS),
+    )
+    known.add_trials([*bad, *good])
     known.sampler = build_sampler(config.sampler, config.search_space, explores=True)
     rates = []
     for _ in range(30):

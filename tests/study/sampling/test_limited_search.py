@@ -1,4 +1,4 @@
-"""What each sampler, promotion and the kept checkpoints do about limits that rule out the best values."""
+"""Samplers, promotion and kept checkpoints under limits that rule out the best values."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from optuna.trial import FrozenTrial
 from support.scripted_study import Params, ScriptedStudy
 from support.worker_process import study
 
-from hpo.config.limits import violation, violations
+from hpo.config.limits import violation
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
-from hpo.study.sampling.promotion import Promotion, Standings
 from hpo.study.sampling.samplers import build_sampler
 
 LIMITS = {"peak_memory_bytes": {"max": 8e9}, "evaluation_examples_per_second": {"min": 500}}
 
 
-def place(params: Params) -> float:
-    """From 0 to 1 in the range of learning rates."""
+def position(params: Params) -> float:
+    """Position from 0 to 1 in the range of learning rates."""
     return math.log10(params["learning_rate"]) / 2 + 2.5
 
 
 def score(params: Params) -> float:
     """Best at 0.85 in fp32, by far; another hill at 0.2."""
     hills = (
-        math.exp(-(((place(params) - 0.85) / 0.15) ** 2)),
-        math.exp(-(((place(params) - 0.2) / 0.15) ** 2)),
+        math.exp(-(((position(params) - 0.85) / 0.15) ** 2)),
+        math.exp(-(((position(params) - 0.2) / 0.15) ** 2)),
     )
     return hills[0] + 0.6 * hills[1] + 0.1 * (params["fp_precision"] == "fp32")
 
@@ -40,7 +39,7 @@ def measured(params: Params) -> dict[str, Any]:
     """Two fifths of the rates fit, and fp32 is too slow: a configuration in four meets both limits."""
     fast = params["fp_precision"] != "fp32"
     return {
-        "peak_memory_bytes": 20e9 * place(params),
+        "peak_memory_bytes": 20e9 * position(params),
         "evaluation_examples_per_second": 750 if fast else 250,
     }
 
@@ -52,8 +51,8 @@ def ran(name: str, n_trials: int, script: Any = score, **options: Any) -> Script
     return current
 
 
-def share_that_meets(current: ScriptedStudy) -> float:
-    """Of the later two thirds of the trials."""
+def share_within_limits(current: ScriptedStudy) -> float:
+    """Share of the later two thirds of the trials."""
     later = current.trials[len(current.trials) // 3 :]
     return sum(not violation(trial.constraints) for trial in later) / len(later)
 
@@ -62,19 +61,17 @@ def share_that_meets(current: ScriptedStudy) -> float:
     ("name", "n_trials", "options"),
     [("tpe", 60, {}), ("gp", 20, {}), ("nsga2", 120, {"population_size": 12})],
 )
-def test_samplers_that_learn_go_where_the_limits_are_met(
-    name: str, n_trials: int, options: dict[str, Any]
-) -> None:
-    assert share_that_meets(ran("random", 120)) < 0.35
+def test_learning_samplers_move_within_the_limits(name: str, n_trials: int, options: dict[str, Any]) -> None:
+    assert share_within_limits(ran("random", 120)) < 0.35
     current = ran(name, n_trials, **options)
-    assert share_that_meets(current) > 0.6
+    assert share_within_limits(current) > 0.6
     best = current.study.best_trial  # Optuna's own, by the constraints
     assert violation(best.constraints) == 0
     assert best.value == pytest.approx(0.6, abs=0.01)
     assert best.value < max(trial.value or 0.0 for trial in current.trials)
 
 
-def test_a_precision_that_breaks_a_limit_is_not_taken_for_one_that_cannot_work() -> None:
+def test_a_precision_outside_a_limit_is_not_avoided() -> None:
     config = study(6, sampler={"name": "tpe"}, constraints=LIMITS)
     current = ScriptedStudy(config, measured=measured)
     for precision in ["fp32"] * MIN_INFEASIBLE_TRIALS + ["bf16"]:
@@ -85,8 +82,8 @@ def test_a_precision_that_breaks_a_limit_is_not_taken_for_one_that_cannot_work()
     assert not sampler.avoids("fp_precision", "fp32")
 
 
-def test_gp_is_shown_all_limits_of_every_trial() -> None:
-    """Of one that could not work those that others broke, of one that ended early the worst value."""
+def test_the_gp_view_has_all_limits_of_every_trial() -> None:
+    """An infeasible trial has the violations of others, an early ended one the worst value."""
     ends = {"fp16": "nonfinite", "bf16": "pruned", "fp32": 0.5}
     config = study(3, sampler={"name": "random"}, constraints=LIMITS)
     current = ScriptedStudy(config, lambda params: ends[params["fp_precision"]], measured=measured)
@@ -95,46 +92,19 @@ def test_gp_is_shown_all_limits_of_every_trial() -> None:
     shown = shown_to_gp(current)
     assert [trial.values for trial in shown] == [[0.5], [0.5], [0.5], None]
     memory, speed = "peak_memory_bytes", "evaluation_examples_per_second"
-    told = [{name: round(value, 9) for name, value in trial.constraints.items()} for trial in shown[:3]]
-    assert told == [{memory: -1.0, speed: 0.5}, {memory: 1.5, speed: 0.5}, {memory: 1.5, speed: -0.5}]
-
-
-def test_a_paused_trial_that_breaks_a_limit_is_promoted_last() -> None:
-    current = ScriptedStudy(study(4, sampler={"name": "random"}, constraints=LIMITS), measured=measured)
-    for rate, value in [(1e-3, 0.9), (1e-5, 0.2), (2e-5, 0.4)]:
-        current.study.enqueue_trial({"fp_precision": "bf16", "learning_rate": rate, "batch_size": 8})
-        trial, params = current.ask()
-        at_rung = {"values": [value], "constraints": violations(current.limits, measured(params))}
-        trial.set_user_attr("rungs", {"0.2": at_rung})
-        trial.set_user_attr("paused_at", 0.2)
-    for keep, expected in [(2, [2, 1]), (3, [2, 1, 0])]:
-        standings = Standings(Promotion((0.2,), 9, keep, ("maximize",), num_trials=9))
-        rungs = standings.rungs(current.trials, lambda _: True)
-        assert standings.promoted(rungs, more_begin=False) == expected
-
-
-def test_a_paused_trial_that_breaks_a_limit_is_shown_as_breaking_it() -> None:
-    current = ScriptedStudy(study(4, sampler={"name": "gp"}, constraints=LIMITS), measured=measured)
-    current.run(fp_precision="fp32", learning_rate=1e-5, batch_size=8)
-    paused, _ = current.ask()
-    broken = {"peak_memory_bytes": 0.25, "evaluation_examples_per_second": -0.5}
-    paused.set_user_attr("rungs", {"0.04": {"values": [0.4], "constraints": broken}})
-    shown = shown_to_gp(current)[-1]
-    assert (shown.values, shown.constraints) == ([0.4], broken)
+    violated = [{name: round(value, 9) for name, value in trial.constraints.items()} for trial in shown[:3]]
+    assert violated == [{memory: -1.0, speed: 0.5}, {memory: 1.5, speed: 0.5}, {memory: 1.5, speed: -0.5}]
 
 
 def shown_to_gp(current: ScriptedStudy) -> list[FrozenTrial]:
-    """The trials of a study as a Gaussian process sees them."""
+    """The trials in the view of the Gaussian process."""
     config = study(4, sampler={"name": "gp"})
     sampler: Any = build_sampler(config.sampler, config.search_space)
     return PrunedAwareSampler(RandomSampler(seed=0)).view(sampler.view(current.study)).get_trials()
 
 
-def test_checkpoints_of_trials_that_meet_the_limits_are_kept_first() -> None:
-    config = study(4, sampler={"name": "random"}, constraints=LIMITS)
-    current = ScriptedStudy(config, place, measured=measured)
-    for rate in (1e-3, 1e-5, 5e-4, 3e-5):  # 10 GB and more at the first and the third
-        current.run(fp_precision="bf16", learning_rate=rate, batch_size=8)
-    ended = [Ended(one.number, one.values, one.constraints, "complete", "") for one in current.trials]
-    kept = [{0, 1, 2, 3} - without_checkpoints(ended, ("maximize",), top_k) for top_k in range(4)]
+def test_checkpoints_within_the_limits_are_kept_first() -> None:
+    values = {0: (0.9, 0.5), 1: (0.2, -0.5), 2: (0.8, 0.2), 3: (0.4, -0.1)}
+    ended = [Ended(n, (value,), {"m": limit}, "complete", "") for n, (value, limit) in values.items()]
+    kept = [{*values} - without_checkpoints(ended, ("maximize",), top_k) for top_k in range(4)]
     assert kept == [set(), {3}, {1, 3}, {1, 2, 3}]

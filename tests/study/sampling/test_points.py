@@ -1,4 +1,4 @@
-"""Points of a grid or a comparison, each for one trial."""
+"""Points of a grid or a comparison, one for each trial."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ def config(request: pytest.FixtureRequest) -> Any:
 def run_one(worker: WorkerLease, config: Any, outcome: str = "complete") -> dict[str, Any]:
     lease, trial = begin(worker)
     params = suggest(config.search_space, trial)
-    bug = "Traceback" if outcome == "failed" else None
-    worker.record_outcome(lease, result(outcome, traceback=bug))
+    worker.record_outcome(lease, result(outcome, traceback="Traceback" if outcome == "failed" else None))
     return params
 
 
-def test_workers_side_by_side_have_different_points(storage: Storage, config: Any) -> None:
+def test_parallel_workers_get_different_points(storage: Storage, config: Any) -> None:
     points = points_of(config)
     with open_storage(storage.url) as other:
         workers = [worker_on(one, config, read_points=lambda: points) for one in (storage, other)]
@@ -57,27 +56,22 @@ def test_workers_side_by_side_have_different_points(storage: Storage, config: An
     assert given[:2] == given[2:] == list(points)[:2], "each claims its own trial again"
 
 
-def test_each_point_is_the_trial_of_its_turn(storage: Storage, config: Any) -> None:
-    points = points_of(config)
-    with worker_on(storage, config, read_points=lambda: points) as worker:
-        params = [run_one(worker, config) for _ in range(4)]
-        assert worker.claim() is None
-        assert not worker.left
-    assert params == list(points)
-
-
-def test_a_failed_trial_and_its_next_attempt_have_one_point(storage: Storage, config: Any) -> None:
-    """Also if no attempt succeeds, no other trial gets the point."""
+@pytest.mark.parametrize(("outcome", "attempts"), [("complete", 1), ("failed", 2)])
+def test_each_point_has_one_trial_or_its_retries(
+    storage: Storage, config: Any, outcome: str, attempts: int
+) -> None:
     points = points_of(config)
     with worker_on(storage, config, read_points=lambda: points, max_retries=1) as worker:
-        params = [run_one(worker, config, "failed") for _ in range(8)]
+        params = [run_one(worker, config, outcome) for _ in range(4 * attempts)]
         assert worker.claim() is None
         assert not worker.left
-    assert Counter(map(point_key, params)) == dict.fromkeys(map(point_key, points), 2)
+    assert Counter(map(point_key, params)) == dict.fromkeys(map(point_key, points), attempts)
+    if attempts == 1:
+        assert params == list(points)
     assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 4}
 
 
-def test_a_point_is_used_again_when_each_one_has_a_trial() -> None:
+def test_points_are_used_again_after_the_last() -> None:
     points: list[Point] = [{"seed": seed} for seed in range(3)]
     keys = [*map(point_key, points)]
     assert unused_points(points, {}) == points
@@ -86,56 +80,36 @@ def test_a_point_is_used_again_when_each_one_has_a_trial() -> None:
     assert unused_points([], {}) == []
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({"batch_size": 16}, {"batch_size": 16, "fp_precision": "fp32"}),
-        ({"batch_size": 12}, {"batch_size": 12, "fp_precision": "fp32"}),
-        ({}, {"batch_size": 8, "fp_precision": "fp32"}),
-    ],
-    ids=["of the grid", "beside the grid", "open"],
-)
-def test_an_enqueued_trial_gets_a_point_of_the_device(
-    storage: Storage, asked: dict[str, Any], expected: dict[str, Any]
+@pytest.mark.parametrize(("queued", "batch_size"), [({"batch_size": 12}, 12), ({}, 8)])
+def test_an_enqueued_trial_gets_a_point_for_the_device(
+    storage: Storage, queued: dict[str, Any], batch_size: int
 ) -> None:
-    """Although both points of fp32 have trials already, and the others wait for another device."""
-    config = study(8)
+    """Also if both points of fp32 have trials, and the others wait for another device."""
     points = [{"batch_size": size, "fp_precision": name} for name in ("fp16", "fp32") for size in (8, 16)]
     runnable = Runnable(("fp16", "fp32"), frozenset({"fp16"}))
-    with worker_on(storage, config, read_points=lambda: points, runnable=runnable) as worker:
+    with worker_on(storage, study(8), read_points=lambda: points, runnable=runnable) as worker:
         for size in (8, 16):
             lease, trial = begin(worker)
             assert trial.suggest_categorical("batch_size", [8, 12, 16]) == size
             worker.record_outcome(lease, result("complete"))
         assert worker.claim() is None
         assert len(worker.left) == 2
-        storage.load_study("tiny").enqueue_trial(asked)
+        storage.load_study("tiny").enqueue_trial(queued)
         lease, trial = begin(worker)
-        assert trial.suggest_categorical("batch_size", [8, 12, 16]) == expected["batch_size"]
-        assert trial.suggest_categorical("fp_precision", ["fp16", "fp32"]) == expected["fp_precision"]
+        assert trial.suggest_categorical("batch_size", [8, 12, 16]) == batch_size
+        assert trial.suggest_categorical("fp_precision", ["fp16", "fp32"]) == "fp32"
 
 
-def test_the_points_of_a_grid_are_its_combinations_in_the_order_of_its_seed() -> None:
+def test_the_points_of_a_grid_are_its_shuffled_combinations() -> None:
     points = grid_points(GRID.search_space, 1)
     assert {str(sorted(point.items())) for point in points} == {
         str([("batch_size", size), ("pooling", pooling)]) for size in (8, 16) for pooling in ("cls", "mean")
     }
-    assert points == grid_points(GRID.search_space, 1)
     assert any(points != grid_points(GRID.search_space, seed) for seed in range(2, 9))
 
 
-def test_a_worker_tries_a_failed_trial_again(storage: Storage, config: Any) -> None:
-    def fail_first(trial: Any) -> Any:
-        return result("failed", traceback="Traceback") if trial.number == 0 else None
-
-    assert run_trials(storage, config, fail_first).outcomes == {"failed": 1, "complete": 4}
-    failed, retry, *_ = storage.load_study("tiny").trials
-    assert failed.params == retry.params
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_a_comparison_refuses_an_enqueued_trial(storage: Storage, precision: str) -> None:
-    create_or_resume_study(storage, COMPARISON).enqueue_trial({"fp_precision": precision})
+def test_a_comparison_refuses_an_enqueued_trial(storage: Storage) -> None:
+    create_or_resume_study(storage, COMPARISON).enqueue_trial({"fp_precision": "fp32"})
     assert run_trials(storage, COMPARISON).outcomes == {"complete": 4}
     refused, *others = storage.load_study("tiny").trials
     assert (refused.state.name, len(others)) == ("FAIL", 4)

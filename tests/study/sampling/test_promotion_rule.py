@@ -1,4 +1,4 @@
-"""The rule by which paused trials continue, from the trials alone."""
+"""Promotion of paused trials, computed from the trials alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDED, BROKE, RUNS, FAILED, DROPPED = "ended", "broke", "runs", "failed", "dropp
 
 
 def frozen(number: int, *values: float | str, limits: Mapping[str, float] = {}) -> FrozenTrial:
-    """A trial by its values at its rungs, and by what came after the last: it is paused if nothing did."""
+    """A trial by its values at its rungs and its state after the last; without a state it is paused."""
     rungs = {str(rung): {"values": [value]} for rung, value in zip((0.1, 0.3), values, strict=False)}
     after = values[-1] if values and isinstance(values[-1], str) else ""
     if after:
@@ -38,8 +38,8 @@ def frozen(number: int, *values: float | str, limits: Mapping[str, float] = {}) 
     return trial
 
 
-def look(promotion: Promotion, *trials: Any, **options: Any) -> tuple[Standings, Any]:
-    """The standings of these trials, each the arguments of `frozen`, and their rungs."""
+def standings_of(promotion: Promotion, *trials: Any, **options: Any) -> tuple[Standings, Any]:
+    """The standings of these trials (arguments of `frozen`), and their rungs."""
     standings, unfinished = Standings(promotion, **options), []
     for number, values in enumerate(trials):
         trial = frozen(number, *values) if isinstance(values, tuple) else values
@@ -60,13 +60,13 @@ STARTS = ((0.3,), (0.5,), (0.4,))
         (STARTS, True, [1]),
         (STARTS[:2], False, [1, 0]),
         ([*STARTS, STARTS[0]], False, [1]),
-        # 1 has continued and pauses again: it is the only one there, and others are still to come.
+        # 1 has continued and pauses again: it is alone there, and others are still to come.
         ([STARTS[0], (0.5, 0.6), STARTS[2]], True, []),
         ([STARTS[0], (0.5, 0.6), STARTS[2]], False, [2, 0]),
         ([(0.3, 0.1), (0.5, 0.6), (0.4, 0.7)], False, [2]),
         # 1 has continued and broken, and leaves its place to the next.
         ([STARTS[0], (0.5, BROKE), STARTS[2]], True, [2]),
-        # As above, but it failed: its next attempt begins anew, and two trials are too few for one.
+        # 1 has continued and failed: its next attempt begins anew, and two trials are too few.
         ([STARTS[0], (0.5, FAILED), STARTS[2]], True, []),
         ([STARTS[0], (0.5, FAILED), STARTS[2]], False, [2, 0]),
         # 1 has continued and runs.
@@ -80,17 +80,17 @@ STARTS = ((0.3,), (0.5,), (0.4,))
     ],
 )
 def test_the_best_third_of_a_rung_continues(trials: Any, more_begin: bool, promoted: list[int]) -> None:
-    standings, rungs = look(PROMOTION, *trials)
+    standings, rungs = standings_of(PROMOTION, *trials)
     assert standings.promoted(rungs, more_begin=more_begin) == promoted
 
 
-def test_a_trial_with_a_broken_precision_or_a_broken_limit_continues_last() -> None:
+def test_trials_outside_limits_or_with_a_broken_precision_continue_last() -> None:
     trials = (frozen(0, 0.9, limits={"peak_memory": 1.0}), frozen(1, 0.8), frozen(2, 0.1))
-    standings, rungs = look(PROMOTION, *trials, continues_last=lambda trial: trial.number == 1)
+    standings, rungs = standings_of(PROMOTION, *trials, continues_last=lambda trial: trial.number == 1)
     assert standings.promoted(rungs, more_begin=True) == [2]
 
 
-def test_a_trial_continued_since_it_was_read_has_its_place() -> None:
+def test_a_meanwhile_continued_trial_keeps_its_rank() -> None:
     standings = Standings(PROMOTION)
     trials = [frozen(number, *values) for number, values in enumerate(STARTS)]
     rungs = standings.rungs(trials, lambda trial: trial.number != 1, continued={1})
@@ -98,16 +98,10 @@ def test_a_trial_continued_since_it_was_read_has_its_place() -> None:
     assert rungs[0].num_running == 1
 
 
-def test_paused_trials_behind_the_bound_never_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_best_paused_trials_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.study.sampling.promotion.MOST_PAUSED", 4)
-    standings, rungs = look(PROMOTION, (2.0, 0.6, ENDED), *((value / 100,) for value in range(1, 12)))
+    standings, rungs = standings_of(PROMOTION, (2.0, 0.6, ENDED), *((value / 100,) for value in range(1, 12)))
     assert standings.fallen_behind(rungs) == [7, 6, 5, 4, 3, 2, 1], "four wait, and 0 has continued"
-
-
-def test_at_least_those_that_continue_in_the_end_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpo.study.sampling.promotion.MOST_PAUSED", 1)
-    standings, rungs = look(PROMOTION, *STARTS, (0.1,))
-    assert standings.fallen_behind(rungs) == [3], "three of the first rung continue in the end"
 
 
 @pytest.mark.parametrize(
@@ -121,17 +115,11 @@ def test_at_least_those_that_continue_in_the_end_wait(monkeypatch: pytest.Monkey
         ([(1, 1, ENDED), (1, 1), (1, 1), *[(0.5,)] * 6], 0, 0.0),
     ],
 )
-def test_the_work_that_is_left(trials: Any, num_starts: int, left: float) -> None:
+def test_the_remaining_training(trials: Any, num_starts: int, left: float) -> None:
     """Three of nine trials continue from the first rung, and one from the last."""
-    standings, rungs = look(PROMOTION, *trials)
+    standings, rungs = standings_of(PROMOTION, *trials)
     stages = stages_left(standings.promotion, rungs, num_starts)
     assert sum(stage.whole_trials for stage in stages) == pytest.approx(left)
-
-
-def test_a_minimum_is_searched_as_well() -> None:
-    promotion = Promotion((0.1,), reduction_factor=3, keep=1, directions=("minimize",), num_trials=9)
-    standings, rungs = look(promotion, *STARTS)
-    assert standings.promoted(rungs, more_begin=True) == [0]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +138,7 @@ def test_a_trial_pauses_at_its_next_rung(used: float, resumed_at: float, rung: f
 
 
 @pytest.mark.parametrize(("num_trials", "rungs"), [(1, []), (2, [0.3]), (3, [0.3]), (4, [0.1, 0.3])])
-def test_no_trial_pauses_at_a_rung_from_which_all_would_continue(num_trials: int, rungs: list[float]) -> None:
+def test_a_rung_with_promotion_of_all_trials_is_not_used(num_trials: int, rungs: list[float]) -> None:
     promotion = replace(PROMOTION, num_trials=num_trials)
     assert promotion.used == rungs
     assert [share for share in (0.1, 0.3) if promotion.pauses_at(share, 0.0) == share] == rungs
@@ -167,10 +155,10 @@ def test_no_trial_pauses_at_a_rung_from_which_all_would_continue(num_trials: int
         ({"paused_at": 0.1, "resumed_at": 0.1, "outcome_reason": BUDGET_SPENT}, False, None, None),
     ],
 )
-def test_the_share_of_its_budget_of_a_trial_that_rests(
+def test_the_measured_cost_of_a_trial(
     attributes: dict[str, Any], is_complete: bool, num_runs: int | None, trained: float | None
 ) -> None:
-    """A trial that broke counts as if it had come to the next rung."""
+    """A broken trial counts as if it had reached the next rung."""
     rungs = {str(rung): {} for rung in (0.1, 0.3) if rung <= attributes.get("paused_at", 0.0)}
     measured = measured_trial(PROMOTION, {**attributes, "rungs": rungs}, is_complete, (9.0, 6.0))
     assert measured == (None if num_runs is None else Measured(9.0, 6.0, num_runs, trained))
