@@ -118,7 +118,7 @@ def compare(
     from hpo.compare.planning import refuse_options
     from hpo.config.comparison import question_of
     from hpo.precision.table import PRECISION
-    from hpo.report.verdicts import shown
+    from hpo.report.verdicts import comparison_parts
 
     if configurations and over:
         refuse_options(["over"])
@@ -130,7 +130,7 @@ def compare(
         ended = stopped.result
         code = ended.exit_code or int(ended.ended == "elsewhere")
         return Answer(ended.as_json, ended.how_to_continue(), code)
-    return Answer(result, shown(result))
+    return Answer(result, comparison_parts(result))
 
 
 @study_command(*TRUST, trial=option(int, "N", "Its number.", min=0))

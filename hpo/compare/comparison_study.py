@@ -57,8 +57,8 @@ def open_comparison(
         InputError: the request does not fit the study, the stored comparison or the device.
     """
     if config.comparison is not None:
-        study, command = config.comparison.study, config.comparison.command
-        raise InputError(f"The study `{record.name}` is itself a comparison, of `{study}`: {command}")
+        compared, command = config.comparison.study, config.comparison.command
+        raise InputError(f"The study `{record.name}` is itself a comparison, of `{compared}`: {command}")
     if request.question == CONFIGURATIONS:
         others = ("precisions", "margin", "max_seeds")
         refuse_options([name for name in others if getattr(request, name) is not None])

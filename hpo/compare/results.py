@@ -131,7 +131,7 @@ def _next_plan(plan: ComparisonConfig, evidence: Iterable[Evidence]) -> Comparis
 
 def _as_json(runs: Runs, one: Evidence) -> dict[str, Any]:
     verdict, collapses = one.verdict, one.verdict.collapses
-    row = {
+    row: dict[str, Any] = {
         "precision": one.precision,
         "name": runs.plan.named(one.precision),
         "metric": runs.metric,

@@ -73,7 +73,7 @@ def decide(
     low, high = interval(differences_R, rows_N, step)
     of_rows = _row_bounds(rows_N, row_bound)
     low, high = min(low, of_rows[0]), max(high, of_rows[1])
-    is_known = math.isfinite(low) and math.isfinite(high)
+    is_known = math.isfinite(high - low)
     verdict: VerdictName = "not_shown"
     if is_known and low > -margin:
         verdict = "as_good"

@@ -55,7 +55,7 @@ class Question:
     """Name of the metric in sentences; empty: `metric`."""
 
     @property
-    def shown(self) -> str:
+    def metric_name(self) -> str:
         return self.name or self.metric
 
     @property
@@ -88,7 +88,7 @@ class Facts:
     def limit(self, question: Question) -> str:
         """State the losses that the rows cannot exclude, and the number of rows for the margin."""
         if math.isinf(self.row_bound):
-            return f"The effect of one row on {question.shown} is unknown, so no loss can be excluded."
+            return f"The effect of one row on {question.metric_name} is unknown, so no loss can be excluded."
         least = math.ceil(100 * self.excludable) / 100
         text = (
             f"With {self.num_rows:,} labelled {question.rows}, losses under {least:g} {question.unit} cannot "
@@ -257,7 +257,7 @@ def _decide(pairs: Sequence[tuple[Scored, Scored]], margin: float) -> tuple[Deci
 def _obstacle(question: Question, reference: Sequence[Scored], facts: Facts, decision: Decision) -> str:
     """The reason why no number of runs can show anything; empty: the interval decides."""
     if math.isinf(facts.row_bound):
-        return f"The effect of one row on {question.shown} is unknown"
+        return f"The effect of one row on {question.metric_name} is unknown"
     median = float(np.median([run.value for run in reference]))
     constant = facts.baseline.value if facts.baseline else -math.inf
     level = max(constant, facts.chance)
@@ -291,7 +291,7 @@ def _sentence(question: Question, verdict: Verdict, assumptions: Sequence[str]) 
         elif math.isinf(verdict.row_bound):
             interval = "(no interval)"
         text += (
-            f": {question.shown} {_number(verdict.difference, unit, '+')} {interval} {unit}, margin "
+            f": {question.metric_name} {_number(verdict.difference, unit, '+')} {interval} {unit}, margin "
             f"{question.margin:g}; {verdict.num_runs} run{'s' * (verdict.num_runs > 1)}, "
             f"{verdict.labelled_rows:,} labelled {question.rows}"
         )

@@ -151,9 +151,9 @@ def objectives(tables: StudyTables) -> Chart:
     traces = list(_points(rows, x, y))
     if len(metrics) == 2:
         traces.append(_front_line(front, x, y, directions[0]))
-    labels = [f"{_label(metric)}, {way}" for metric, way in zip(metrics[:2], directions[:2], strict=True)]
+    x_label, y_label = (f"{_label(metrics[axis])}, {directions[axis]}" for axis in (0, 1))
     title = f"{metrics[1]} against {metrics[0]}"
-    return Chart("objectives", title, _figure(traces, *labels), _front_caption(rows, front))
+    return Chart("objectives", title, _figure(traces, x_label, y_label), _front_caption(rows, front))
 
 
 def learning_curves(tables: StudyTables, index: int = 0) -> Iterator[Chart]:

@@ -16,7 +16,7 @@ _COMPUTES_LOWER = ("bf16", "fp16")
 Stored = Mapping[str, Any]
 
 
-def shown(stored: Stored) -> Iterator[Part]:
+def deployment_parts(stored: Stored) -> Iterator[Part]:
     """Show the result of `hpo deploy` and its use."""
     rows = plural(stored["num_examples"], "row")
     yield f"{stored['study']}: {stored['objective']} on {rows} of validation", _quality(stored)

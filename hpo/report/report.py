@@ -53,7 +53,12 @@ from hpo.report.messages import (
 from hpo.report.tables import UNKNOWN, StudyTables, objective_column, precision_table, searched_parameters
 from hpo.report.terminal import Rows
 from hpo.report.trial_precision import effective_precision, precision_facts, unusual_formats
-from hpo.report.verdicts import comparison_tables, details, recommendations, verdict_table
+from hpo.report.verdicts import (
+    comparison_tables,
+    details,
+    recommendations,
+    verdict_table,
+)
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
 _FIRST = ("objectives", "history", "metric_throughput")
@@ -76,7 +81,9 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
             "precision": tables.by_precision,
             "trials": tables.trials,
             "evaluations": tables.evaluations,
-            "verdicts": pd.DataFrame(verdicts, columns=[*verdicts[0]] if verdicts else ["precision"]),
+            "verdicts": pd.DataFrame(
+                verdicts, columns=None if verdicts else ["precision", "metric", "verdict"]
+            ),
         }
         files = {f"tables/{name}.csv": frame.to_csv(index=False) for name, frame in frames.items()}
         files["report.html"] = report_html(tables, study_file)
@@ -282,4 +289,4 @@ def _all_trials(tables: StudyTables) -> Rows:
     table["time"] = trials["seconds"].map(format_seconds)
     for name in searched_parameters(trials):
         table[name] = trials[f"param.{name}"].map(format_cell)
-    return table.to_dict("records")
+    return list(table.to_dict("records"))

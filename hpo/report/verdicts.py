@@ -35,7 +35,7 @@ def details(comparison: Comparison) -> list[str]:
     return [*verdicts, comparison["error"], *collapsed]
 
 
-def shown(result: Comparison) -> Iterator[Part]:
+def comparison_parts(result: Comparison) -> Iterator[Part]:
     """Show the result of `hpo compare`."""
     for table in comparison_tables(result):
         yield result["study"], table

@@ -124,7 +124,8 @@ def test_train_prints_the_record_of_a_trial(ran: Path, tmp_path: Path) -> None:
     assert not any((tmp_path / "runs" / "tiny").iterdir()), "it keeps no checkpoint"
     assert not (tmp_path / "runs" / "hpo.db").exists()
     text = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=bf16")).out
-    assert re.search(r"^step 4  100%  \d+\.\d s  loss [\d.]+  score 0\.\d+$", text, re.MULTILINE)
+    assert re.search(r"^step 4  100%  .+ s  loss [\d.]+  score 0\.\d+$", text, re.MULTILINE)
+    assert "\ncomplete\n" in text
     assert "fp_precision_effective: bf16" in text
 
 

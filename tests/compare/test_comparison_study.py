@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.jsonl_sets import load_set, write_set
-from support.planted_comparison import HERE, begun, run, searched
+from support.planted_comparison import HERE, begun, planned, run, searched
+from support.planted_comparison import lucky_score as score
 from support.worker_process import study
 
 from hpo.compare.comparison_study import (
@@ -24,7 +23,7 @@ from hpo.errors import InputError
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
 REQUEST = Request(top=2, seeds=3, max_seeds=8)
@@ -34,40 +33,6 @@ def choices(*values: Any, **condition: str) -> dict[str, Any]:
     return {"type": "categorical", "choices": list(values)} | ({"when": condition} if condition else {})
 
 
-def by_rate(params: dict[str, Any]) -> float:
-    return 80.0 - 1e5 * params["learning_rate"] - (params["fp_precision"] == "bf16")
-
-
-@pytest.fixture
-def empty(sqlite_url: str) -> Iterator[Storage]:
-    with open_storage(sqlite_url) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StudyConfig]:
-    """Database with a finished study, for each test to copy."""
-    path = tmp_path_factory.mktemp("searched") / "hpo.db"
-    with open_storage(f"sqlite:///{path}") as storage:
-        return path, searched(storage, by_rate)
-
-
-@pytest.fixture
-def storage(finished: tuple[Path, StudyConfig], tmp_path: Path) -> Iterator[Storage]:
-    with open_storage(f"sqlite:///{shutil.copy(finished[0], tmp_path / 'finished.db')}") as opened:
-        yield opened
-
-
-@pytest.fixture
-def config(finished: tuple[Path, StudyConfig]) -> StudyConfig:
-    return finished[1]
-
-
-def plan_of(study: StudyConfig) -> ComparisonConfig:
-    assert study.comparison is not None
-    return study.comparison
-
-
 def with_seeds(plan: ComparisonConfig, num: int) -> ComparisonConfig:
     return plan.model_copy(update={"num_seeds": dict.fromkeys(plan.num_seeds, num)})
 
@@ -75,8 +40,8 @@ def with_seeds(plan: ComparisonConfig, num: int) -> ComparisonConfig:
 def test_best_configurations_under_each_precision(storage: Storage, config: StudyConfig) -> None:
     asked = replace(REQUEST, precisions=("bf16-mixed", "fp32"))
     comparison = begun(storage, config, asked)
-    plan = plan_of(comparison)
-    assert [one.params["learning_rate"] for one in plan.configurations] == [1e-5, 3e-5]
+    plan = planned(comparison)
+    assert [one.params["learning_rate"] for one in plan.configurations] == [3e-5, 1e-4]
     assert plan.precisions == ("fp32", "bf16")
     assert (comparison.name, comparison.pruner.name) == ("tiny-compare", "none")
     assert comparison.evaluation.test
@@ -85,7 +50,7 @@ def test_best_configurations_under_each_precision(storage: Storage, config: Stud
 def test_comparison_has_no_fallback_and_no_first_trials(empty: Storage) -> None:
     config = searched(
         empty,
-        by_rate,
+        score,
         amp={"on_unsupported": "fallback", "allow_emulated": True},
         first=[{"learning_rate": 1e-5}],
         sampler={"name": "tpe"},
@@ -96,7 +61,7 @@ def test_comparison_has_no_fallback_and_no_first_trials(empty: Storage) -> None:
 
 
 def test_blocks_share_a_new_seed(storage: Storage, config: StudyConfig) -> None:
-    plan = plan_of(begun(storage, config, REQUEST))
+    plan = planned(begun(storage, config, REQUEST))
     points = plan.points()
     assert len(points) == 3 * len(plan.arms()) == 3 * 4
     assert min(point["seed"] for point in points) == FIRST_SEED
@@ -130,18 +95,18 @@ def test_a_setting_of_one_precision_has_its_best_value_or_default(
     config = study(20, search_space=space)
     create_or_resume_study(empty, config)
     run(empty, config, score)
-    plan = plan_of(begun(empty, config, REQUEST))
+    plan = planned(begun(empty, config, REQUEST))
     assert [one.params["init_scale"] for one in plan.configurations] == [expected]
 
 
 def test_a_device_without_a_base_precision(empty: Storage) -> None:
-    config = searched(empty, by_rate, training={"adapter": "lora"})
+    config = searched(empty, score, training={"adapter": "lora"})
     record, device = read_study(empty, config.name), replace(HERE, has_bitsandbytes=False)
     asked = Request("base_precision", precisions=("nf4", "int8"))
     with pytest.raises(InputError, match=r"needs base_precision=nf4, but .* Leave nf4 out of --precisions"):
         open_comparison(empty, record, config, asked, device=device, has_test=True)
     every = open_comparison(empty, record, config, Request("base_precision"), device=device, has_test=True)
-    assert plan_of(every).precisions == ("fp32", "bf16", "int8")
+    assert planned(every).precisions == ("fp32", "bf16", "int8")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +122,7 @@ def test_options_of_a_stored_comparison_stay(
     first = begun(storage, config, REQUEST)
     create_or_resume_study(storage, first)
     same = Request("precisions", ("bf16", "fp32"), top=2, seeds=3, max_seeds=8, margin=0.5)
-    assert plan_of(begun(storage, config, same)) == plan_of(first)
+    assert planned(begun(storage, config, same)) == planned(first)
     with pytest.raises(InputError, match=f"was begun with {options} and .*hpo delete tiny-compare"):
         begun(storage, config, Request(**changes))
 
@@ -166,9 +131,9 @@ def test_more_seeds_leave_earlier_points_unchanged(storage: Storage, config: Stu
     first = begun(storage, config, REQUEST)
     create_or_resume_study(storage, first)
     create_or_resume_study(storage, begun(storage, config, Request(max_seeds=20)))
-    plan = plan_of(begun(storage, config, Request()))
+    plan = planned(begun(storage, config, Request()))
     assert plan.max_seeds == 20
-    assert plan.points() == plan_of(first).points()
+    assert plan.points() == planned(first).points()
     grown = with_seeds(plan, 20).points()
     assert grown[: len(plan.points())] == plan.points()
     assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 4
@@ -176,10 +141,10 @@ def test_more_seeds_leave_earlier_points_unchanged(storage: Storage, config: Stu
 
 def test_two_commands_share_their_seeds(storage: Storage, config: StudyConfig) -> None:
     old = begun(storage, config, REQUEST)
-    create_or_resume_study(storage, with_plan(old, with_seeds(plan_of(old), 5)))
-    assert plan_of(with_stored_seeds(storage, old)).num_seeds == {"fp32": 5, "bf16": 5}
-    later = with_plan(old, with_seeds(plan_of(old), 8))
-    assert plan_of(with_stored_seeds(storage, later)).num_seeds == {"fp32": 8, "bf16": 8}
+    create_or_resume_study(storage, with_plan(old, with_seeds(planned(old), 5)))
+    assert planned(with_stored_seeds(storage, old)).num_seeds == {"fp32": 5, "bf16": 5}
+    later = with_plan(old, with_seeds(planned(old), 8))
+    assert planned(with_stored_seeds(storage, later)).num_seeds == {"fp32": 8, "bf16": 8}
 
 
 @pytest.mark.parametrize(
@@ -208,14 +173,14 @@ def test_refused_studies(storage: Storage, config: StudyConfig, empty: Storage) 
 def test_a_comparison_stays_on_its_kind_of_device(storage: Storage, config: StudyConfig) -> None:
     comparison = begun(storage, config, REQUEST)
     create_or_resume_study(storage, comparison)
-    run(storage, comparison, by_rate, trials=1)
+    run(storage, comparison, score, trials=1)
     other = replace(HERE, name="Other CPU")
     summary = run_worker(comparison, storage, lambda *_: None, device=WorkerDevice(kind=other.kind))
     assert (summary.ended, summary.elsewhere) == ("elsewhere", (f"the name {HERE.kind}",))
     record = read_study(storage, config.name)
     with pytest.raises(InputError, match=r"the name Example CPU \(avx512_bf16\), but this is Other CPU"):
         open_comparison(storage, record, config, REQUEST, device=other, has_test=True)
-    run(storage, comparison, by_rate)
+    run(storage, comparison, score)
     open_comparison(storage, record, config, REQUEST, device=other, has_test=True)  # to show the result
 
 

@@ -2,74 +2,34 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import t
-from support.planted_comparison import HERE, NUM_ROWS, begun, compared, searched
+from support.planted_comparison import BASE, HERE, LUCK, NUM_ROWS, begun, compared, planned, searched
+from support.planted_comparison import lucky_score as score
 
 from hpo.compare.comparison_study import open_comparison
 from hpo.compare.planning import FIRST_SEED, Request
-from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo
 from hpo.json_safe import json_safe
 from hpo.report import verdicts
 from hpo.report.terminal import print_parts
 from hpo.study.reading.reader import read_study
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
-BASE = {1e-5: 70.0, 3e-5: 80.0, 1e-4: 75.0}
-LUCK = (-1.0, 0.0, 2.0)
 REQUEST = Request("configurations")
-
-
-def score(params: dict[str, Any]) -> float:
-    """bf16 loses a point. The new seeds differ in luck, and those of the search had 5 points more."""
-    value = BASE[params["learning_rate"]] - (params["fp_precision"] == "bf16")
-    return value + (LUCK[(params["seed"] - FIRST_SEED) // 3] if "seed" in params else 5.0)
-
-
-@pytest.fixture
-def empty(sqlite_url: str) -> Iterator[Storage]:
-    with open_storage(sqlite_url) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StudyConfig]:
-    path = tmp_path_factory.mktemp("searched") / "hpo.db"
-    with open_storage(f"sqlite:///{path}") as storage:
-        return path, searched(storage, score)
-
-
-@pytest.fixture
-def storage(finished: tuple[Path, StudyConfig], tmp_path: Path) -> Iterator[Storage]:
-    with open_storage(f"sqlite:///{shutil.copy(finished[0], tmp_path / 'finished.db')}") as opened:
-        yield opened
-
-
-@pytest.fixture
-def config(finished: tuple[Path, StudyConfig]) -> StudyConfig:
-    return finished[1]
-
-
-def plan_of(study: StudyConfig) -> ComparisonConfig:
-    assert study.comparison is not None
-    return study.comparison
 
 
 def shown(found: Any) -> str:
     with StringIO() as text, redirect_stdout(text):
-        print_parts(verdicts.shown(json_safe(found)))
+        print_parts(verdicts.comparison_parts(json_safe(found)))
         return text.getvalue()
 
 
@@ -77,7 +37,7 @@ def test_each_configuration_has_its_own_precision_and_new_seeds(
     storage: Storage, config: StudyConfig
 ) -> None:
     comparison = begun(storage, config, REQUEST)
-    plan = plan_of(comparison)
+    plan = planned(comparison)
     assert comparison.name == "tiny-compare-configurations"
     assert plan.command == "hpo compare tiny --configurations"
     ranked = [(one.params["learning_rate"], one.precision) for one in plan.configurations]
@@ -94,7 +54,7 @@ def test_a_trial_with_a_fallback_has_its_effective_precision(storage: Storage, c
     effective = {"fp_precision_effective": "fp32"}
     trials = [replace(trial, attributes={**trial.attributes, **effective}) for trial in record.trials]
     here, fell_back = DeviceInfo("cpu", "Example CPU"), replace(record, trials=trials)  # without bf16
-    plan = plan_of(open_comparison(storage, fell_back, config, REQUEST, device=here, has_test=True))
+    plan = planned(open_comparison(storage, fell_back, config, REQUEST, device=here, has_test=True))
     assert plan.precisions == ("fp32",)
     assert len({one.params["learning_rate"] for one in plan.configurations}) == 3
 
@@ -175,7 +135,7 @@ def test_scores_on_test_seen_before_the_selection(
     trials[1] = replace(trials[1], detailed={detailed: {}})
     record = replace(record, trials=trials, comparisons={"precisions": {"split": split}})
     comparison = open_comparison(storage, record, config, REQUEST, device=HERE, has_test=True)
-    assert plan_of(comparison).test_seen == reason
+    assert planned(comparison).test_seen == reason
     create_or_resume_study(storage, comparison)
     found = json_safe(compared(storage, config, score, REQUEST).content)
     assert ("were seen before this selection" in found["error"]) == bool(reason)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
 
 import pytest
 from support.planted_comparison import (
+    BASE,
     SPEED,
     TWO_TASKS,
     begun,
@@ -32,15 +32,8 @@ from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
-BASE = {1e-5: 70.0, 3e-5: 80.0, 1e-4: 75.0}
 BF16 = ("fp32", "bf16")
 STATES = Request("optimizer_state", precisions=("fp32", "int8"), top=2, seeds=3, max_seeds=24)
-
-
-@pytest.fixture
-def storage(sqlite_url: str) -> Iterator[Storage]:
-    with open_storage(sqlite_url) as opened:
-        yield opened
 
 
 def noise(params: dict[str, Any], deviation: float, *names: str) -> float:
@@ -73,7 +66,7 @@ def row_of(score: Any, request: Request, **how: Any) -> dict[str, Any]:
 
 def shown(found: Any) -> str:
     with StringIO() as text, redirect_stdout(text):
-        print_parts(verdicts.shown(json_safe(found.content)))
+        print_parts(verdicts.comparison_parts(json_safe(found.content)))
         return text.getvalue()
 
 
@@ -254,10 +247,10 @@ def test_an_error_is_in_the_units_of_the_labels() -> None:
     assert {*row["tasks"]} == {"topic/r2", "tone/r2"}
 
 
-def test_a_stopped_comparison_has_the_same_result(storage: Storage, tmp_path: Any) -> None:
+def test_a_stopped_comparison_has_the_same_result(empty: Storage, tmp_path: Any) -> None:
     score, request = planted(0.3, own_noise=0.5), Request(top=1, max_seeds=5)
-    config = searched(storage, score)
-    whole = compared(storage, config, score, request).content
+    config = searched(empty, score)
+    whole = compared(empty, config, score, request).content
     with open_storage(f"sqlite:///{tmp_path}/other.db") as other:
         searched(other, score)
         for trials in (1, 4):
@@ -268,11 +261,11 @@ def test_a_stopped_comparison_has_the_same_result(storage: Storage, tmp_path: An
     assert again == whole
 
 
-def test_damaged_rows_are_refused(storage: Storage) -> None:
+def test_damaged_rows_are_refused(empty: Storage) -> None:
     score = planted(0.0)
-    compared(storage, searched(storage, score), score, Request(top=1))
-    assert len(read_row_statistics(storage, "tiny-compare", TWO_TASKS)) == 8
-    with storage.engine.begin() as connection:
+    compared(empty, searched(empty, score), score, Request(top=1))
+    assert len(read_row_statistics(empty, "tiny-compare", TWO_TASKS)) == 8
+    with empty.engine.begin() as connection:
         connection.execute(row_statistics.update().values(content=b"PK"))
     with pytest.raises(RunError, match=r"cannot be read .* Compare anew: hpo delete tiny-compare"):
-        read_row_statistics(storage, "tiny-compare", TWO_TASKS)
+        read_row_statistics(empty, "tiny-compare", TWO_TASKS)

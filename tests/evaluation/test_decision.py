@@ -11,6 +11,7 @@ from scipy.stats import beta, binomtest, ttest_1samp
 from hpo.evaluation.decision import (
     ALPHA,
     PRIOR,
+    _probability_below,
     collapse_share,
     decide,
     excludable_loss,
@@ -48,6 +49,18 @@ def test_variances_of_rows_and_runs_add_up() -> None:
     expected = math.hypot(float(half_width(runs)), 1.96 * rows.std(ddof=1) / 20)
     assert (high - low) / 2 == pytest.approx(expected)
     assert (high + low) / 2 == pytest.approx(runs.mean())
+
+
+def test_one_row_excludes_nothing() -> None:
+    assert interval(np.array([1.0, 2.0, 1.5]), np.array([1.0])) == (-math.inf, math.inf)
+
+
+def test_probability_is_continuous_at_the_mean() -> None:
+    """At the mean of the values the saddlepoint formula is 0 / 0."""
+    values, counts = np.array([0.0, 0.1, 1.0]), np.array([3, 5, 2])
+    mean = float((values * counts).sum() / counts.sum())
+    left, right = (_probability_below(mean + shift, values, counts) for shift in (-1e-3, 1e-3))
+    assert _probability_below(mean, values, counts) == pytest.approx((left + right) / 2, abs=1e-4)
 
 
 @pytest.mark.parametrize(("num_lost", "num_rows"), [(0, 50), (0, 1000), (1, 1000), (3, 1000), (40, 400)])
