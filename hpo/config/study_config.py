@@ -335,7 +335,7 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
         if key in file.content
     ]
     try:
-        study = StudyConfig.model_validate({**content, "path": path}, context={"folder": path.parent})
+        study = _validated(content, path)
     except ValidationError as error:
         problems += problems_of(error, StudyConfig)
     if problems or file.problems:
@@ -343,16 +343,17 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     return study
 
 
+def _validated(content: Mapping[str, Any], path: Path) -> StudyConfig:
+    return StudyConfig.model_validate({**content, "path": path}, context={"folder": path.parent})
+
+
 def study_of(content: Mapping[str, Any]) -> StudyConfig:
     """Return the study of a mapping with the keys of a study file. Raises InputError with every problem.
 
     Paths are relative to the working folder.
     """
-    folder = Path.cwd()
     try:
-        return StudyConfig.model_validate(
-            {**content, "path": folder / "study.yaml"}, context={"folder": folder}
-        )
+        return _validated(content, Path.cwd() / "study.yaml")
     except ValidationError as error:
         raise InputError("\n".join(map(str, problems_of(error, StudyConfig)))) from None
 

@@ -18,7 +18,8 @@ _EMPTY = {"none", "nan", "null", "na", "n/a", "<na>", "nat", "#n/a"}
 def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> list[str]:
     """Return the advice; names are between backticks."""
     num_texts = sum(split.num_rows for split in data.splits.values())
-    advice = [*_leaks(data), *_cuts(lengths, num_texts, config)]
+    num_windows = max(cut.num_windows["train"] for cut in lengths.cuts)
+    advice = [*_leaks(data), *_cuts(lengths, num_texts, config), *_batch(num_windows, config)]
     is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
         advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
@@ -60,6 +61,16 @@ def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator
         if cuts_off and num_over >= 0.05 * num_texts and not any(lost.values()):
             are_cut = f"{_part(num_over, num_texts, 'text', 'the data')} cut"
             yield f"{are_cut} at `max_length` {cut.max_length}: {remedy}."
+
+
+def _batch(num_texts: int, config: StudyConfig) -> Iterator[str]:
+    searched = config.search_space.get("batch_size")
+    sizes = getattr(searched, "choices", (getattr(searched, "high", config.training.batch_size),))
+    if (largest := max(sizes)) > num_texts:
+        yield (
+            f"`batch_size` {largest:,} is more than the {num_texts:,} texts of train: each step sees all of "
+            f"them. Take at most {max(1, num_texts // 2):,}."
+        )
 
 
 def _unlabelled(task: TaskFacts, *, is_csv: bool) -> Iterator[str]:
@@ -138,9 +149,9 @@ def _inferred_classes(task: TaskFacts) -> Iterator[str]:
         )
     if KINDS[task.kind].is_list:
         parts = {label: [part.strip() for part in re.split("[,;/]", label)] for label in task.labels}
-        numbers = Counter(part for of_label in parts.values() for part in set(of_label))
-        for label, of_label in parts.items():
-            if len(of_label) > 1 and max(numbers[part] for part in of_label) > 1:
+        numbers = Counter(part for pieces in parts.values() for part in set(pieces))
+        for label, pieces in parts.items():
+            if len(pieces) > 1 and max(numbers[part] for part in pieces) > 1:
                 yield (
                     f"`{task.name}`: `{label}` is one class. If it names several, give a list, or separate "
                     "them by `|` (in csv, or as `data.csv.list_separator` says). If it is a class, list it "

@@ -171,8 +171,8 @@ def length_facts(
     dataset: DataSet, tokenizer: PreTrainedTokenizerBase, windowings: Sequence[Windowing], cache_dir: Path
 ) -> LengthFacts:
     """Tokenise the data set and cut it by each of `windowings`; errors are those of `load_tokenized`."""
-    of_whole = Windowing(WHOLE_TEXTS, pair_segments=windowings[0].pair_segments)
-    whole = {name: load_tokenized(dataset, name, tokenizer, of_whole, cache_dir) for name in dataset.splits}
+    uncut = Windowing(WHOLE_TEXTS, pair_segments=windowings[0].pair_segments)
+    whole = {name: load_tokenized(dataset, name, tokenizer, uncut, cache_dir) for name in dataset.splits}
     num_spans = {
         task: {name: len(s.spans[task].rows_S4) + s.num_lost_spans[task] for name, s in whole.items()}
         for task in next(iter(whole.values())).spans

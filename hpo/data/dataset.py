@@ -176,8 +176,8 @@ def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
                 sizes.setdefault(split, {})[name] = len(data.splits[split])
     ends: dict[str, SpanEnds] = {}
     for data in loaded.values():
-        for name, of_task in data.span_ends.items():
-            ends.setdefault(name, SpanEnds()).merge(of_task)
+        for name, counts in data.span_ends.items():
+            ends.setdefault(name, SpanEnds()).merge(counts)
     fingerprint = _hash(repr([data.fingerprint for data in loaded.values()]))
     return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes, ends)
 

@@ -19,8 +19,9 @@ from hpo.tasks.example import Example, Label, Offsets
 from hpo.tasks.kind import Task, kind_of
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
-MAX_PROBLEMS = 20
-"""Largest number of problems in a message."""
+MAX_KINDS, MAX_EXAMPLES = 10, 3
+"""Kinds of problems in a message, and examples of each."""
+_VALUES = re.compile(r"(?:, but |`|\. ).*|\[.*\]|\d+", re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Rows without spans or segments share one empty mapping: a million rows need less memory.
@@ -92,9 +93,11 @@ class RowChecker:
         for task in self._span_tasks:
             if task.name in (span_tasks or ()) and (task.evidence_for is None or task.evidence_for in labels):
                 annotated.add(task.name)
-            of_task = sorted((start, end, name) for name in task.labels for start, end in spans.get(name, ()))
-            if of_task:
-                problems += self._kinds[task.name].span_problems(of_task, labels, segments)
+            task_spans = sorted(
+                (start, end, name) for name in task.labels for start, end in spans.get(name, ())
+            )
+            if task_spans:
+                problems += self._kinds[task.name].span_problems(task_spans, labels, segments)
         if problems:
             return None, problems
         for task in self._span_tasks if spans else ():
@@ -152,12 +155,25 @@ class RowChecker:
         return segments
 
 
-def problem_list(bad: Sequence[tuple[str, str]]) -> str:
-    """Return a line for each problem of a row (location, problem), and the number of omitted ones."""
-    lines = ["", *(f"{where}: {problem}" for where, problem in islice(bad, MAX_PROBLEMS))]
-    if len(bad) > MAX_PROBLEMS:
-        lines.append(f"... and {len(bad) - MAX_PROBLEMS:,} more")
+def problem_list(bad: Iterable[tuple[str, str]]) -> str:
+    """Return lines for the problems (location, problem): three examples of each kind, and its number."""
+    kinds: dict[str, list[str]] = {}
+    for where, problem in bad:
+        kinds.setdefault(_kind_of_problem(problem), []).append(f"{where}: {problem}")
+    lines = [""]
+    for examples in islice(kinds.values(), MAX_KINDS):
+        lines += examples[:MAX_EXAMPLES]
+        if more := len(examples[MAX_EXAMPLES:]):
+            lines.append(f"... and {more:,} more like these")
+    if more := len(kinds) - MAX_KINDS:
+        lines += [f"... and {more:,} other kinds of problems"] * (more > 0)
     return "\n  ".join(lines)
+
+
+def _kind_of_problem(problem: str) -> str:
+    """Return a problem without the values of its row; a name in front belongs to the kind."""
+    begin = problem.find("` ") + 1 if problem.startswith("`") else 0
+    return problem[:begin] + _VALUES.sub("", problem[begin:])
 
 
 def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[tuple[str, Any]]:

@@ -83,8 +83,8 @@ def _check_csv(config: SourceConfig, builder: Any) -> None:
 
 def _csv_files(builder: Any) -> dict[str, list[Path]]:
     manager = datasets.DownloadManager()
-    found = manager.download_and_extract(builder.config.data_files)
-    return {str(split): [*map(Path, manager.iter_files(of_split))] for split, of_split in found.items()}
+    downloaded = manager.download_and_extract(builder.config.data_files)
+    return {str(split): [*map(Path, manager.iter_files(urls))] for split, urls in downloaded.items()}
 
 
 def _class_names(features: Any) -> dict[str, list[str]]:
@@ -93,7 +93,7 @@ def _class_names(features: Any) -> dict[str, list[str]]:
         column: getattr(getattr(feature, "feature", feature), "names", None)
         for column, feature in (features or {}).items()
     }
-    return {column: list(of_column) for column, of_column in names.items() if of_column}
+    return {column: list(classes) for column, classes in names.items() if classes}
 
 
 def _hub_rows(loaded: Any, table: Table) -> Iterator[Row]:

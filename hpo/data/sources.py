@@ -64,10 +64,10 @@ def _located(path: Path) -> Path:
         return path
     parts = Path(os.path.normpath(path)).parts[1:]
     ends = (Path(root, *parts[first:]) for first in range(len(parts)))
-    found = next((end for end in ends if end.exists()), None)
-    if found is not None:
-        _logger.info("%s is not here; the data are read from %s", path, found)
-    return found or path
+    moved = next((end for end in ends if end.exists()), None)
+    if moved is not None:
+        _logger.info("%s is not here; the data are read from %s", path, moved)
+    return moved or path
 
 
 def nearest_file(path: Path) -> str:

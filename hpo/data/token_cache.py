@@ -104,16 +104,16 @@ def _joined(chunks: Iterable[TokenizedSplit]) -> tuple[dict[str, list[AnyArray]]
     totals: dict[str, Any] = {"num_cut_examples": 0, "num_lost_spans": Counter()}
     num_examples = 0
     for chunk in chunks:
-        of_chunk = {name: array for name in _FLAT if (array := getattr(chunk, name)) is not None}
+        chunk_arrays = {name: array for name in _FLAT if (array := getattr(chunk, name)) is not None}
         for task, spans in chunk.spans.items():
-            of_chunk |= {f"span_rows.{task}": spans.rows_S4, f"span_start.{task}": spans.start_W1}
-        of_chunk |= {f"target.{task}": array for task, array in chunk.targets.items()}
-        of_chunk |= {f"annotated.{task}": array for task, array in chunk.annotated.items()}
+            chunk_arrays |= {f"span_rows.{task}": spans.rows_S4, f"span_start.{task}": spans.start_W1}
+        chunk_arrays |= {f"target.{task}": array for task, array in chunk.targets.items()}
+        chunk_arrays |= {f"annotated.{task}": array for task, array in chunk.annotated.items()}
         for name in ("window_start_W1", *(f"span_start.{task}" for task in chunk.spans)):
             if before := arrays[name]:  # The first start of a chunk is the last end of the one before.
-                of_chunk[name] = of_chunk[name][1:] + before[-1][-1]
-        of_chunk["window_example_W"] = of_chunk["window_example_W"] + np.int32(num_examples)
-        for name, array in of_chunk.items():
+                chunk_arrays[name] = chunk_arrays[name][1:] + before[-1][-1]
+        chunk_arrays["window_example_W"] = chunk_arrays["window_example_W"] + np.int32(num_examples)
+        for name, array in chunk_arrays.items():
             arrays[name].append(array)
         num_examples += len(chunk.examples)
         totals["max_length"] = chunk.max_length
@@ -130,15 +130,15 @@ def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
             name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in contents["arrays"]
         }
 
-        def of_tasks(kind: str) -> dict[str, AnyArray]:
+        def by_task(kind: str) -> dict[str, AnyArray]:
             return {name.removeprefix(kind): arrays[name] for name in arrays if name.startswith(kind)}
 
-        start_W1 = of_tasks("span_start.")
+        start_W1 = by_task("span_start.")
         return TokenizedSplit(
             examples=examples,
-            spans={task: WindowSpans(rows, start_W1[task]) for task, rows in of_tasks("span_rows.").items()},
-            targets=of_tasks("target."),
-            annotated=of_tasks("annotated."),
+            spans={task: WindowSpans(rows, start_W1[task]) for task, rows in by_task("span_rows.").items()},
+            targets=by_task("target."),
+            annotated=by_task("annotated."),
             **{name: arrays[name] for name in _FLAT if name in arrays},
             **contents["totals"],
         )

@@ -77,8 +77,8 @@ def probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> Layout:
     count_3 = np.array([begin, len(between), len(ids) - end])
     type_ids = None
     if pair and types is not None and "token_type_ids" in tokenizer.model_input_names:
-        of_pieces = (types[0], types[begin], types[between[0]] if between else 0, types[end - 1], types[-1])
-        type_ids = np.array(of_pieces, dtype=np.int8)
+        piece_types = (types[0], types[begin], types[between[0]] if between else 0, types[end - 1], types[-1])
+        type_ids = np.array(piece_types, dtype=np.int8)
     return Layout(TokenStream(ids_T, no_char_T, no_char_T, starts(count_3)), type_ids)
 
 

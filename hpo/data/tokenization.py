@@ -167,12 +167,12 @@ def _tokenize_chunk(
         name, kind = task.name, kind_of(task)
         has_E = np.fromiter((name in e.annotated for e in examples), dtype=bool, count=len(examples))
         annotated[name] = has_E[windows.example_W]
-        if (of_rows := kind.row_targets(examples, has_E)) is not None:
-            targets[name] = of_rows[windows.example_W]
+        if (row_targets := kind.row_targets(examples, has_E)) is not None:
+            targets[name] = row_targets[windows.example_W]
         if kind.in_spans:
             spans[name], num_lost[name] = _window_spans(task, examples, segments, windows, at_2W)
-            if (of_windows := kind.window_targets(spans[name], annotated[name])) is not None:
-                targets[name] = of_windows
+            if (window_targets := kind.window_targets(spans[name], annotated[name])) is not None:
+                targets[name] = window_targets
     return TokenizedSplit(
         examples=examples,
         max_length=windowing.max_length,

@@ -254,8 +254,8 @@ class Kind(ABC):
 
     def whole_scores(self, num_rows: int, counts_NC: Mapping[str, Any], values_N: ByName) -> dict[str, float]:
         """Return the defined metrics of all rows."""
-        whole = {name: np.asarray(of_rows.sum(axis=0)) for name, of_rows in counts_NC.items()}
-        sums = {name: of_rows.sum(keepdims=True) for name, of_rows in values_N.items()}
+        whole = {name: np.asarray(rows.sum(axis=0)) for name, rows in counts_NC.items()}
+        sums = {name: rows.sum(keepdims=True) for name, rows in values_N.items()}
         counts = {name: count_C[None] for name, count_C in whole.items()}
         values = self.scores(np.array([float(num_rows)]), counts, sums, tuple(whole.values()))
         return {name: float(value_B[0]) for name, value_B in values.items() if np.isfinite(value_B[0])}
@@ -343,7 +343,7 @@ def not_classes(form: str, value: Any) -> ValueError:
 def indicators(task: Task, lists: Sequence[Sequence[str]]) -> NDArray[np.bool_]:
     """Return lists of labels as rows of booleans: [N, C]."""
     index = {label: c for c, label in enumerate(task.labels)}
-    ones = [(n, index[label]) for n, of_row in enumerate(lists) for label in of_row]
+    ones = [(n, index[label]) for n, names in enumerate(lists) for label in names]
     indicators_NC = np.zeros((len(lists), len(index)), bool)
     indicators_NC[tuple(np.array(ones, np.int64).reshape(-1, 2).T)] = True
     return indicators_NC

@@ -106,8 +106,8 @@ class _Labels(Kind):
         truth = [self.label_names(example) for example in examples]
         return _compared(*(self._counts(labels) for labels in (truth, map(self._listed, predicted))))
 
-    def _counts(self, of_rows: Iterable[Sequence[str]]) -> Any:
-        return counted([[self._index[label] for label in labels] for labels in of_rows], len(self._index))
+    def _counts(self, rows: Iterable[Sequence[str]]) -> Any:
+        return counted([[self._index[label] for label in labels] for labels in rows], len(self._index))
 
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
         counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]
@@ -155,8 +155,8 @@ class _Labels(Kind):
         for rows in np.array_split(wrong, 1 + len(wrong) * self.num_outputs // _AT_ONCE):
             p_RC = np.clip(p_NC[rows], _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
             true_RC = indicators(self.task, [truth[n] for n in rows])
-            of_binary = np.log(np.where(true_RC, p_RC, 1 - p_RC))
-            loss_N[rows] = -(of_binary.sum(axis=1) if self.is_list else np.log(p_RC[true_RC]))
+            log_p_RC = np.log(np.where(true_RC, p_RC, 1 - p_RC))
+            loss_N[rows] = -(log_p_RC.sum(axis=1) if self.is_list else np.log(p_RC[true_RC]))
         return loss_N
 
 

@@ -51,7 +51,7 @@ class SpanKind(Kind):
             for name, some in (("hits", truth & given), ("true", truth), ("predicted", given)):
                 columns[name].append([index[span[0]] for span in some])
             words[:, i] = word_counts(example.text, truth, given)
-        counts_NC = {name: counted(of_rows, len(index)) for name, of_rows in columns.items()}
+        counts_NC = {name: counted(lists, len(index)) for name, lists in columns.items()}
         return counts_NC, {"shared_words": words[0], "words": words[1]}
 
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
@@ -151,4 +151,4 @@ def character_spans(
         end -= len(piece) - len(piece.rstrip())
         if start < end:
             spans[example].append((name, start, end))
-    return [sorted(found, key=lambda span: (span[1], span[2], span[0])) for found in spans]
+    return [sorted(each, key=lambda span: (span[1], span[2], span[0])) for each in spans]

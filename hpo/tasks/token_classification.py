@@ -53,8 +53,8 @@ class TokenClassification(SpanKind, Multiclass):
         num_names = len(self.task.labels)
         inside = 1 / 4 / num_names if self.task.spans_may_overlap else 1 / 4
         num_tags = 2 if self.task.spans_may_overlap else 2 * num_names
-        of_group = [math.log((1 - inside) / (inside / num_tags)), *[0.0] * num_tags]
-        return of_group * (self.num_outputs // len(of_group))
+        group = [math.log((1 - inside) / (inside / num_tags)), *[0.0] * num_tags]
+        return group * (self.num_outputs // len(group))
 
     @property
     def num_choices(self) -> int:

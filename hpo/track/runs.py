@@ -102,7 +102,6 @@ def _study_run(record: StudyRecord, token: str, begun: Sequence[TrialRecord]) ->
         values = zip(record.metric_names, best.values or (), strict=False)
         metrics |= dict(named(_numbers(dict(values), "best/")))
     settings = study_settings(record.definition)
-    changeable = {name: value for name, value in settings.items() if is_changeable(name)}
     return Run(
         key=f"{token}-study",
         name=f"study {record.name}",
@@ -110,7 +109,7 @@ def _study_run(record: StudyRecord, token: str, begun: Sequence[TrialRecord]) ->
         started=started,
         ended=max(ends, default=started) if status in ("finished", "stopped") else None,
         params=_params(settings),
-        facts=_facts(record, {**changeable, **facts}),
+        facts=_facts(record, settings, facts),
         points=[Point(len(ends), max(ends, default=started), {**metrics, "trials_ended": len(ends)})],
         results={},
     )
@@ -120,7 +119,6 @@ def _trial_run(record: StudyRecord, study: Run, key: str, trial: TrialRecord) ->
     assert trial.started is not None
     started, status = trial.started.timestamp(), _status(trial)
     settings = trial_settings(record.definition, trial.params)
-    changeable = {name: value for name, value in settings.items() if is_changeable(name)}
     facts = {"study": record.name, "trial": trial.number, **_trial_facts(trial)}
     return Run(
         key=key,
@@ -129,7 +127,7 @@ def _trial_run(record: StudyRecord, study: Run, key: str, trial: TrialRecord) ->
         started=started,
         ended=None if status in ("running", "waiting") or not trial.ended else trial.ended.timestamp(),
         params=_params(settings),
-        facts=_facts(record, {**changeable, **facts}),
+        facts=_facts(record, settings, facts),
         points=[_point(row, started) for row in trial.evaluations],
         results=dict(_results(record, trial)),
         study=study,
@@ -149,12 +147,13 @@ def _params(settings: Mapping[str, Any]) -> dict[str, str | float]:
     return {name: _value(name, value) for name, value in named(fixed)}
 
 
-def _facts(record: StudyRecord, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the study's tags and `facts`. A fact replaces a tag of the same name.
+def _facts(record: StudyRecord, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the study's tags, changeable settings and `facts`. A later one replaces one of the same name.
 
     `outcome_reason` may be empty: the reason of a pause must not stay on a continued trial.
     """
-    known = {**section(record.definition, "tags"), **facts}
+    changeable = {name: value for name, value in settings.items() if is_changeable(name)}
+    known = {**section(record.definition, "tags"), **changeable, **facts}
     kept = (item for item in known.items() if item[1] not in (None, "") or item[0] == "outcome_reason")
     return {name: str(_value(name, value)) for name, value in named(kept)}
 

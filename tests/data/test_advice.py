@@ -29,14 +29,19 @@ def task(labels: Mapping[str, int], kind: str = "single_label", **facts: Any) ->
 
 
 def advice(
-    *tasks: TaskFacts, leaks: list[Leak] | None = None, lost: int = 0, over: int = 0, **data: Any
+    *tasks: TaskFacts,
+    leaks: list[Leak] | None = None,
+    lost: int = 0,
+    over: int = 0,
+    study: Mapping[str, Any] | None = None,
+    **data: Any,
 ) -> list[str]:
     """Return the advice about tasks, with `lost` of 100 spans and `over` of 200 texts at `max_length` 16."""
     rows = dict.fromkeys(SPLITS, SplitFacts(100, 0))
     cut = CutFacts(16, {"train": over}, {"train": 100}, {"who": {"train": lost}})
     lengths = LengthFacts(ROWS, {"train": [45] * 101}, {"who": {"train": 100}}, [cut])
     source = {"source": "synthetic", **data}
-    config = StudyConfig.model_validate({"name": "s", "data": source})
+    config = StudyConfig.model_validate({"name": "s", "data": source, **(study or {})})
     return data_advice(DataFacts(rows, tasks, leaks or [], {}), lengths, config)
 
 
@@ -151,3 +156,17 @@ def test_declared_classes_are_not_inferred(is_declared: bool, tmp_path: Path) ->
     rows = [{"id": f"r{n}", "text": f"text {n}", "labels": {"tone": "ab"[n % 2]}} for n in range(40)]
     write_set(tmp_path, {"tone": {"kind": "single_label", **classes}}, train=rows)
     assert [one.is_inferred for one in load_set(tmp_path).tasks] == [not is_declared]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num"),
+    [
+        ({"training": {"batch_size": 100}}, None),
+        ({"training": {"batch_size": 101}}, 101),
+        ({"search_space": {"batch_size": {"type": "categorical", "choices": [8, 500]}}}, 500),
+        ({"search_space": {"batch_size": {"type": "int", "low": 8, "high": 256, "log": True}}}, 256),
+    ],
+)
+def test_a_batch_over_the_training_texts_is_reported(settings: dict[str, Any], num: int | None) -> None:
+    expected = f"`batch_size` {num} is more than the 100 texts of train: each step sees all of them."
+    assert [one.startswith(expected) for one in advice(study=settings)] == [True] * (num is not None)

@@ -124,7 +124,7 @@ def test_pseudo_values_follow_the_jackknife() -> None:
 
 
 def test_a_task_with_few_labelled_rows_has_a_large_bound_in_the_score() -> None:
-    """Of 1,000 rows, 50 are labelled for the first task: each weighs 20 times as much there."""
+    """The first task has labels in 50 of 1,000 rows: each weighs 20 times as much there."""
     tasks = [Task(name, "single_label", CLASSES, primary="accuracy") for name in "tu"]
     labels = [{"u": "a", "t": "b"} if n < 50 else {"u": "a"} for n in range(1000)]
     rows = [Example(str(n), "text", one, {}, annotated=frozenset(one)) for n, one in enumerate(labels)]

@@ -97,14 +97,19 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: object, me
     assert any(message.replace("{train}", str(train)) in line for line in listed)
 
 
-def test_twenty_problems_are_reported_at_most(tmp_path: Path) -> None:
-    write(tmp_path, *({**label(tone="clam"), "id": str(i)} for i in range(1030)))
+def test_three_examples_of_each_kind_of_problem_are_reported(tmp_path: Path) -> None:
+    words = ["clam", "angri", "None", "x`y", "a, but b"]
+    train = [{**label(tone=words[i % 5]), "id": str(i)} for i in range(1030)]
+    validation = [{**label(**{f"t{chr(97 + i)}": "x"}), "id": str(i)} for i in range(12)]
+    write_set(tmp_path, TASKS, train=train, validation=validation)
     with pytest.raises(DataError) as caught:
         load_set(tmp_path)
     first, *listed = str(caught.value).splitlines()
-    assert first == "1,030 bad rows in the data; mend or remove:"
-    assert listed[19].endswith("train.jsonl:21: labels.tone: unknown class `clam`. Did you mean `calm`?")
-    assert listed[20:] == ["  ... and 1,010 more"]
+    assert first == "1,042 bad rows in the data; mend or remove:"
+    assert listed[0].endswith("train.jsonl:1: labels.tone: unknown class `clam`. Did you mean `calm`?")
+    assert listed[3] == "  ... and 1,027 more like these"
+    assert len(listed) == 4 + 9 + 1, "ten kinds"
+    assert listed[-1] == "  ... and 3 other kinds of problems"
 
 
 def test_null_labels_and_unknown_keys_are_accepted(tmp_path: Path) -> None:

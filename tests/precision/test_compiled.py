@@ -202,6 +202,13 @@ def test_model_without_known_products_is_unverified() -> None:
     assert agreement == (None, "compiled, no product with a weight was seen.")
 
 
+@pytest.mark.parametrize(("real", "agrees"), [("bf16", True), ("fp16", False)])
+def test_zero_weights_of_a_new_adapter(real: str, agrees: bool) -> None:
+    model, step = prepared("bf16", plain, real)
+    nn.init.zeros_(model.encoder.dense.weight)
+    assert judged(model, partial(step, model), "bf16").agrees is agrees
+
+
 class Noise:
     """Add another number to some tensors at each pass, like an atomic sum."""
 

@@ -199,13 +199,14 @@ def test_unmeasured_products_are_unverified() -> None:
     assert seen.agreement(PRECISIONS["fp32"]) == (None, "No product with a weight was seen.")
 
 
-def test_a_reason_names_three_weights() -> None:
+@pytest.mark.parametrize(("count", "more"), [(3, ""), (5, " and 2 more")])
+def test_a_reason_names_three_weights(count: int, more: str) -> None:
     seen = Observation()
-    for number in range(5):
+    for number in range(count):
         seen.products[f"layer.{number}"].add("float32")
     assert seen.agreement(PRECISIONS["bf16"]).reason == (
-        "5 of 5 weights were not multiplied in bfloat16: "
-        "layer.0 (float32), layer.1 (float32), layer.2 (float32) and 2 more."
+        f"{count} of {count} weights were not multiplied in bfloat16: "
+        f"layer.0 (float32), layer.1 (float32), layer.2 (float32){more}."
     )
 
 

@@ -42,7 +42,7 @@ def test_paused_trials_come_with_the_reduction_factor() -> None:
 
 
 def record(*metrics: str) -> StudyRecord:
-    """Record of a study with these objectives and a best trial that is evaluated on test."""
+    """Record of a study with these objectives and a best trial evaluated on test."""
     values = tuple(0.5 + index for index in range(len(metrics)))
     trial = dataclasses.replace(fake_trial(3, "fp32"), values=values, detailed={"test": every_kind()})
     return record_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))

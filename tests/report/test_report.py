@@ -30,7 +30,7 @@ def full_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed_commands(path: Path) -> list[list[str]]:
-    """Return the words of the commands that train a trial again, in a shell."""
+    """Return the words of the commands to train a trial again, in a shell."""
     found = re.findall("<pre>(.*?)</pre>", without_plotly(path), re.DOTALL)
     return [shlex.split(html.unescape(re.sub("</?span>", "", text))) for text in found]
 

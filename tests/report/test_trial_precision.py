@@ -1,4 +1,4 @@
-"""Precision facts of a trial, and the formats by which tables keep trials apart."""
+"""Precision facts of a trial, and the formats of the rows in tables."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def trial(number: int, precision: str = "bf16", facts: Any = None, **params: Any
 
 
 def searching(*trials: TrialRecord, training: Any = None, **space: list[Any]) -> StudyRecord:
-    """Record of a study that searches the precision and these choices."""
+    """Record of a study with a searched precision and these choices."""
     choices = {"fp_precision": ["fp32", "bf16"], **space}
     searched = {name: {"type": "categorical", "choices": values} for name, values in choices.items()}
     definition = {**DEFINITION, "search_space": searched, "training": training or {}}
