@@ -187,7 +187,7 @@ class MixedPrecision:
 
     @property
     def has_fp32_repeat(self) -> bool:
-        """Whether `float32` changes the products. Float8 layers stay float8."""
+        """True if `float32` changes the products. Float8 layers stay float8."""
         return self.precision.linear_dtype != "float32" and not self.precision.float8
 
     @contextlib.contextmanager

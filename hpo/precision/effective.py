@@ -219,7 +219,7 @@ class _Call:
 
     @property
     def is_known(self) -> bool:
-        """Whether the operator multiplies its own arguments.
+        """True if the operator multiplies its own arguments.
 
         Autocast reaches the products inside other operators, but not under observation.
         """

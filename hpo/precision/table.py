@@ -54,7 +54,7 @@ class Precision:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether it converts fp32 weights."""
+        """True if it converts fp32 weights."""
         return self.float8 or self.weights != "float32"
 
     @property
