@@ -1,8 +1,9 @@
-"""The ends of a trial and their states in Optuna."""
+"""The ends of a trial and their states in Optuna; the result and the progress of a trial."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -82,3 +83,34 @@ def concerns_precision(outcome: str, telemetry: Mapping[str, Any]) -> bool:
         return outcome != Outcome.INVALID
     is_built = telemetry.get("precision", {}).get("effective") is not None
     return not is_built or telemetry.get("compatibility", {}).get("verdict") == Outcome.INCOMPATIBLE
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The end of a trial, as the study stores it."""
+
+    outcome: Outcome
+    reason: str = ""
+    values: tuple[float, ...] | None = None
+    """The objectives, always finite; None unless the outcome is `complete`."""
+    headline: Mapping[str, str | float | int | bool] = field(default_factory=dict)
+    """Scalars that become user attributes."""
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+    traceback: str | None = None
+    constraints: Mapping[str, float] = field(default_factory=dict)
+    """Optuna's constraints for the study's limits (`hpo.config.limits.violations`)."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a trial after a step. Reading it never waits for the device."""
+
+    step: int
+    budget_used: float
+    """From 0 to 1."""
+    train_loss: float | None
+    """Mean since the last evaluation; on a GPU, as of the last step that waited for it."""
+    examples_per_second: float | None
+    """Rate of training without the warm-up; None before its end. On a GPU as `train_loss`."""
+    checkpoint_seconds: float = 0.0
+    """Seconds to write the last checkpoint."""

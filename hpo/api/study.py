@@ -50,6 +50,7 @@ from hpo.config.sections import NOT_SHARED
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import probe_device
 from hpo.errors import InputError, NoDatabaseError, RunError, StoppedError
+from hpo.outcome import TrialResult
 from hpo.report.dashboard import Dashboard
 from hpo.report.data_check import DataCheck, check_data
 from hpo.report.plan import Plan
@@ -67,7 +68,7 @@ from hpo.trial.diagnosis import Diagnosis
 from hpo.trial.executor import Executor
 from hpo.trial.own_executor import build_executor
 from hpo.trial.reproduction import Reproduction
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 from hpo.trial.verify import PrecisionCheck, check_precision, verify
 
 _logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     for task in data.tasks:
         advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
         advice += [*_similar_classes(task), *_inferred_classes(task), *_equal_numbers(task)]
-        advice += [f"`{task.name}`: {task.span_warning}"] if task.span_warning else []
+        advice += [f"`{task.name}`: {task.odd_spans}"] if task.odd_spans else []
     return advice
 
 

@@ -71,7 +71,7 @@ class TaskFacts:
     """Number of rows of each class, or of spans of each span name; 0 included."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Minimum, mean, std and maximum of a regression's targets."""
-    span_warning: str | None = None
+    odd_spans: str | None = None
     """Warning about spans with an end inside a word or at a space, if there are many."""
 
     @property
@@ -92,9 +92,7 @@ class DataFacts:
 
 def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
-        TaskFacts(
-            task.name, task.kind, task.labels, task.is_inferred, span_warning=dataset.span_warning(task.name)
-        )
+        TaskFacts(task.name, task.kind, task.labels, task.is_inferred, odd_spans=dataset.odd_spans(task.name))
         for task in dataset.tasks
     ]
     splits: dict[str, SplitFacts] = {}

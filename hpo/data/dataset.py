@@ -51,7 +51,7 @@ class DataSet:
     span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
     """Counts of the raw spans of each task, in all splits."""
 
-    def span_warning(self, task: str) -> str | None:
+    def odd_spans(self, task: str) -> str | None:
         """Return a warning if many spans of a task have an end inside a word or at a space."""
         return self.span_ends[task].warning() if task in self.span_ends else None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
+from hpo.outcome import TrialResult
 from hpo.report.detailed import task_metrics_table
 from hpo.report.formats import format_metric, format_seconds
 from hpo.report.terminal import OUTCOME_STYLES, Part
@@ -15,7 +16,6 @@ from hpo.study.claims.lease import trial_attributes
 from hpo.training.evaluate import Evaluation
 from hpo.trial.compat import Compatibility
 from hpo.trial.costs import Costs
-from hpo.trial.telemetry import TrialResult
 from hpo.trial.verify import PrecisionCheck
 
 

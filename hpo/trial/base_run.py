@@ -21,6 +21,7 @@ from hpo.config.limits import MEASURED_METRICS, broken_limits
 from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.outcome import Progress
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.effective import Agreement, Observation
 from hpo.tasks.kind import Task
@@ -46,7 +47,7 @@ from hpo.trial.objectives import (
     patience_over,
     undefined_metric,
 )
-from hpo.trial.telemetry import Callbacks, Progress, TrialRecorder
+from hpo.trial.telemetry import Callbacks, TrialRecorder
 
 CHECKPOINT_FORMAT = 12
 """Raise it when the state in a checkpoint changes. A trial does not resume from another format."""

@@ -21,7 +21,7 @@ from hpo.models.export import BaseModel, ExportSettings, export_model
 from hpo.models.hub import hub_id
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, TrialResult
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.random_numbers import manual_seed
@@ -29,7 +29,6 @@ from hpo.training.checkpoint import best_checkpoint
 from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.metrics import RowStatistics
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import TrialResult
 from hpo.versions import installed_versions
 
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation, str]

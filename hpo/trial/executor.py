@@ -42,7 +42,7 @@ from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.encoder import is_causal
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, TrialResult
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import refuse_overrides
 from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig
@@ -58,7 +58,7 @@ from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metrics, limited_values, objective_value, undefined_metric
 from hpo.trial.parts import TrialLoader, build_trial, fit_pruner
 from hpo.trial.run import TrialRun
-from hpo.trial.telemetry import Callbacks, TrialRecorder, TrialResult, device_facts
+from hpo.trial.telemetry import Callbacks, TrialRecorder, device_facts
 from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 
 _logger = logging.getLogger(__name__)

@@ -76,7 +76,7 @@ class TrialLoader:
         self.dataset = load_data(self.study.data)
         self.tasks = self.dataset.tasks
         for task in self.tasks:
-            if warning := self.dataset.span_warning(task.name):
+            if warning := self.dataset.odd_spans(task.name):
                 _logger.warning("`%s`: %s", task.name, warning)
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}

@@ -20,6 +20,7 @@ from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.adapters import base_digest, base_facts, has_adapter, load_trained, trained_state
 from hpo.models.model_parts import part_facts
 from hpo.models.multitask import MultitaskModel
+from hpo.outcome import Progress
 from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
@@ -35,7 +36,7 @@ from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.compat import CompatibilityCache, check_compatibility
 from hpo.trial.part_search import find_parts
 from hpo.trial.parts import TrialParts, training_args
-from hpo.trial.telemetry import Callbacks, Progress, TrialRecorder, training_facts
+from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
 from hpo.trial.user_callbacks import UserCallbacks
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from hpo.errors import ModelError
 from hpo.json_safe import json_safe
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
-from hpo.outcome import Outcome
+from hpo.outcome import Progress, TrialResult
 from hpo.precision.amp import MixedPrecision
 from hpo.training.clock import TrainingClock
 from hpo.training.evaluate import Evaluation
@@ -46,21 +46,6 @@ def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None
         "shared": shared,
         "memory_limit_bytes": memory_limit(device, memory_fraction),
     }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a trial after a step. Reading it never waits for the device."""
-
-    step: int
-    budget_used: float
-    """From 0 to 1."""
-    train_loss: float | None
-    """Mean since the last evaluation; on a GPU, as of the last step that waited for it."""
-    examples_per_second: float | None
-    """Rate of training without the warm-up; None before its end. On a GPU as `train_loss`."""
-    checkpoint_seconds: float = 0.0
-    """Seconds to write the last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -211,19 +196,3 @@ class TrialRecorder:
         }
         known = {key: value for key, value in headline.items() if value is not None}
         return replace(end, headline=known, telemetry=telemetry)
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """The end of a trial, as the study stores it."""
-
-    outcome: Outcome
-    reason: str = ""
-    values: tuple[float, ...] | None = None
-    """The objectives, always finite; None unless the outcome is `complete`."""
-    headline: Mapping[str, str | float | int | bool] = field(default_factory=dict)
-    """Scalars that become user attributes."""
-    telemetry: Mapping[str, Any] = field(default_factory=dict)
-    traceback: str | None = None
-    constraints: Mapping[str, float] = field(default_factory=dict)
-    """Optuna's constraints for the study's limits (`hpo.config.limits.violations`)."""

@@ -44,9 +44,10 @@ from workload import Workload, spread, study_content, write_workload
 
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
+from hpo.outcome import TrialResult
 from hpo.precision.table import support
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 PARTS = ("rounds", "compiled", "products", "workers", "profile", "precisions")
 PEERS: dict[str, Callable[..., dict[str, Any]]] = {

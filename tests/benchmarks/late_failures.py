@@ -30,14 +30,13 @@ import optuna
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, TrialResult
 from hpo.study.claims.lease import Lease
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.sampling.promotion import RESUMED_ATTR, promotion_of
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.trial.telemetry import TrialResult
 
 BROKEN = "fp16"
 SAMPLERS = ("tpe", "gp", "nsga2")

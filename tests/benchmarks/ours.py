@@ -19,11 +19,12 @@ from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.config.trial_config import build_trial_config
 from hpo.device import probe_device
+from hpo.outcome import TrialResult
 from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.executor import NO_CALLBACKS, Executor
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 if TYPE_CHECKING:
     from hpo.study.reading.study_record import TrialRecord

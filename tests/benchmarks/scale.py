@@ -97,8 +97,8 @@ class Executor:
     """
 
     def __init__(self, config: StudyConfig, folder: Path, stop: Stop, runs: int) -> None:
+        from hpo.outcome import TrialResult
         from hpo.training.evaluate import Evaluation
-        from hpo.trial.telemetry import TrialResult
 
         self.study, self.device = config, probe_device("cpu")
         self.amp = SimpleNamespace(memory_fraction=None)

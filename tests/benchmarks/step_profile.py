@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hpo.device import DeviceInfo, synchronize
-from hpo.trial.telemetry import Callbacks, Progress
+from hpo.outcome import Progress
+from hpo.trial.telemetry import Callbacks
 
 FIRST_STEP, NUM_STEPS = 4, 10
 """The step before the first one that is profiled, and how many steps are profiled."""

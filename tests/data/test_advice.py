@@ -107,7 +107,7 @@ BOTH = {"calm": 1, "angry": 1}
             "validation has no `score`",
         ),
         ([task(BOTH, "multi_label", num_empty={"train": 99})], CSV, "set `data.csv.empty: unlabelled`."),
-        ([task(BOTH, span_warning="odd")], {}, "`tone`: odd"),
+        ([task(BOTH, odd_spans="odd")], {}, "`tone`: odd"),
     ],
 )
 def test_a_fault_of_the_data_is_reported(facts: list[TaskFacts], more: dict[str, Any], text: str) -> None:

@@ -54,11 +54,11 @@ def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
     rows = [{"id": f"r{n}", "text": "so Ann\nmet", "spans": {"name": [[2, 5]]}} for n in range(4)]
     write_set(tmp_path, tasks, train=rows, validation=[{**row, "id": f"v{row['id']}"} for row in rows])
     (task,) = data_facts(load_set(tmp_path)).tasks
-    assert str(task.span_warning).startswith("8 of 8 spans")
-    assert "as in `so[ An]n met` (row `r0`)" in str(task.span_warning)
+    assert str(task.odd_spans).startswith("8 of 8 spans")
+    assert "as in `so[ An]n met` (row `r0`)" in str(task.odd_spans)
 
 
 @pytest.mark.parametrize("name", ["snips", "squad2", "nlupp", "sgd"])
 def test_spans_of_published_sets_are_not_odd(name: str, real_set: Callable[[str], Path]) -> None:
     facts = data_facts(load_set(real_set(name)))
-    assert [task.span_warning for task in facts.tasks] == [None] * len(facts.tasks)
+    assert [task.odd_spans for task in facts.tasks] == [None] * len(facts.tasks)

@@ -19,6 +19,7 @@ from hpo.config.study_config import load_study
 from hpo.data.batches import Batch, collate, training_batches
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
+from hpo.outcome import TrialResult
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.training.budget import TrainState
@@ -26,7 +27,7 @@ from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients, apply_gradients
 from hpo.trial.executor import Executor
 from hpo.trial.parts import TrialParts, assemble
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 ALL = list(PRECISIONS)
 PRODUCTS = {"fp32": {"float32"}, "bf16": {"bfloat16"}, "fp16": {"float16"}, "bf16-true": {"bfloat16"}}

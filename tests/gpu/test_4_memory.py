@@ -17,8 +17,8 @@ from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.memory import peak_memory_bytes, reset_peak_memory
+from hpo.outcome import TrialResult
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import TrialResult
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 

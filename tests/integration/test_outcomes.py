@@ -22,12 +22,13 @@ from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import training_batches
 from hpo.errors import InputError, Pruned
 from hpo.models.multitask import MultitaskModel
+from hpo.outcome import Progress, TrialResult
 from hpo.training import loop
 from hpo.training.checkpoint import CheckpointStore, best_checkpoint
 from hpo.training.evaluate import Evaluation
 from hpo.trial import run as run_module
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Callbacks, Progress, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 # Weights so large that the feed-forward layers pass fp16's largest number; LayerNorm hides it from fp32.
 OVERFLOWING = {"encoder": ENCODER | {"initializer_range": 300.0}}

@@ -17,8 +17,9 @@ sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import probe_device
+from hpo.outcome import TrialResult
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 
 def run_trial(study: Path, folder: Path, killed_after: int | None = None) -> tuple[TrialResult, list[float]]:

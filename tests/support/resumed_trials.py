@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from hpo.outcome import TrialResult
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 
 def run_trial(executor: Executor, checkpoints: Path, stop_at: int = 0, **params: Any) -> TrialResult:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from support.tiny import tiny_executor
 
+from hpo.outcome import TrialResult
 from hpo.training.evaluate import Evaluation
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 STEPS = {"max_steps": 40, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 PARAMS = {"learning_rate": 1e-3}

@@ -13,10 +13,11 @@ from support.tiny import tiny_executor
 import hpo.training.loop as loop_module
 import hpo.trial.executor as executor_module
 from hpo.errors import InputError
+from hpo.outcome import TrialResult
 from hpo.training.checkpoint import CheckpointStore
 from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import NO_CALLBACKS
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 ENERGY = "train_joules_per_example"
 OBJECTIVE = {"metric": ENERGY, "direction": "minimize"}

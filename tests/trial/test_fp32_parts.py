@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from hpo.errors import Incompatible, ModelError, StudyFileError
 from hpo.models.multitask import MultitaskModel
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, TrialResult
 from hpo.trial.compat import cache_key
 from hpo.trial.executor import Executor
 from hpo.trial.parts import TrialParts, build_trial
 from hpo.trial.run import checkpoint_key
-from hpo.trial.telemetry import TrialResult
 
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 PARTS = {"type": "categorical", "choices": [[], ["heads"], ["layers.0", "heads"]]}

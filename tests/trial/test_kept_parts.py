@@ -12,10 +12,10 @@ from trial.test_part_search import SECOND, enlarge
 
 import hpo
 from hpo.inference import model as inference
+from hpo.outcome import TrialResult
 from hpo.precision.parts import float32_modules
 from hpo.trial.best_model import TrialSource, export_checkpoint, with_scores
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import TrialResult
 
 STUDY: dict[str, Any] = {
     "model": {"encoder": ENCODER | {"num_hidden_layers": 1}},

@@ -13,9 +13,10 @@ from support.resumed_trials import check_resume_is_exact, run_trial, weights_of
 from torch import nn
 
 from hpo.errors import InputError, Paused, Pruned
+from hpo.outcome import TrialResult
 from hpo.random_numbers import seed_all
 from hpo.training.evaluate import Evaluation
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 RATE = {"learning_rate": 0.01}
 

@@ -15,9 +15,10 @@ from support.tiny import CPU
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.errors import InputError
+from hpo.outcome import TrialResult
 from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Callbacks, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 

@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.limits import FEASIBLE
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, Progress, TrialResult
 from hpo.study.claims.budget import DeviceClock, StudyBudget
 from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR, Promotion
 from hpo.study.store.optuna_internals import (
@@ -37,7 +37,6 @@ from hpo.study.store.optuna_internals import (
 )
 from hpo.study.store.schema import EvaluationRow, claims, evaluations
 from hpo.study.store.storage import Storage, is_stored
-from hpo.trial.telemetry import Progress, TrialResult
 
 MAX_DEATHS = 3
 """A trial ends as `crashed` after this many deaths of its workers in a row, without progress in between."""

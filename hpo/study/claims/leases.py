@@ -39,7 +39,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.portfolio import SHARE
 from hpo.config.sections import NOT_SHARED
 from hpo.errors import LeaseLostError, OutageError, StoppedError, StorageError
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, TrialResult
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
 from hpo.study.claims.lease import Lease as Lease
@@ -69,7 +69,6 @@ from hpo.study.store.optuna_internals import (
 )
 from hpo.study.store.schema import claims, evaluations, studies, workers
 from hpo.study.store.storage import is_stored, num_open
-from hpo.trial.telemetry import TrialResult
 
 MAX_REFUSALS = 20
 """After this many failed claims of an unchanged trial, the cause is no faster worker."""

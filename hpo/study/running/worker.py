@@ -32,7 +32,7 @@ from hpo.device import memory_limit
 from hpo.errors import DeviceLostError, HpoError, LeaseLostError, Paused, Pruned
 from hpo.json_safe import is_number
 from hpo.lost_device import lost_device_raised
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, Progress, TrialResult
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints, note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, open_remote_store
@@ -58,7 +58,7 @@ from hpo.training.evaluate import Evaluation
 from hpo.trial.best_model import with_scores
 from hpo.trial.compat import checked_on
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Callbacks, Progress, TrialResult
+from hpo.trial.telemetry import Callbacks
 
 RunTrial = Callable[[optuna.trial.Trial, Lease], TrialResult]
 """Runs one trial. It calls `Lease.check` between steps, to stop when another worker has the trial."""

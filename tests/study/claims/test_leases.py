@@ -20,6 +20,7 @@ from support.worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, OutageError
+from hpo.outcome import Progress
 from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import MAX_DEATHS
@@ -31,7 +32,6 @@ from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.trial.telemetry import Progress
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from support import worker_process
 from support.worker_process import begin, evaluate, result, run_trials, study, wait_for
 
 from hpo.config.search_space import suggest
+from hpo.outcome import Progress
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of, watching
@@ -16,7 +17,6 @@ from hpo.study.running.worker import run_worker
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.trial.telemetry import Progress
 
 
 def numbers(progress: StudyProgress) -> tuple[list[tuple[int, list[float]]], list[int]]:

@@ -20,7 +20,7 @@ from hpo.config.limits import ENERGY
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.errors import DataError, Paused
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, TrialResult
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running import worker as worker_module
@@ -35,7 +35,6 @@ from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study, read_stored
 from hpo.training.evaluate import Evaluation
 from hpo.trial.compat import checked_on
-from hpo.trial.telemetry import TrialResult
 
 
 def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
