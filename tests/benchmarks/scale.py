@@ -106,7 +106,7 @@ class Executor:
         self.times: list[tuple[float, float]] = []
         self._folder, self._stop, self._runs = folder, stop, runs
         self._shares = evaluation_shares(config)
-        self._evaluation, self._scored, self._result = Evaluation, Evaluation, TrialResult
+        self._evaluation, self._result = Evaluation, TrialResult
 
     def trial_folder(self, token: str, number: int) -> Path:
         return self._folder / NAME / f"checkpoints-{token[:8]}" / f"trial-{number:05d}"
@@ -124,7 +124,7 @@ class Executor:
             for index, share in enumerate(self._shares, 1):
                 if share > begin:
                     values = (score(params, share),)
-                    callbacks.on_evaluation(self._scored(self._evaluated(index, share, values[0]), values))
+                    callbacks.on_evaluation(self._evaluated(index, share, values[0]))
         except TrialEnd as end:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(str(self._shares[index - 1]))
@@ -138,6 +138,7 @@ class Executor:
         return self._evaluation(
             step=round(1000 * share), epoch=share, budget_used=share, seconds=60 * share, metrics=metrics,
             decisions={}, examples_per_second=300.0, train_loss=1 - value, index=index, rates=rates,
+            values=(value,),
         )  # fmt: skip
 
 

@@ -206,9 +206,8 @@ def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("reader", READERS)
 def test_every_reader_refuses_equal_spans(reader: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=r"^8 bad rows[^$]*spans\.person: "):
         read(tmp_path, reader, PERSON, {"spans": [[[0, 12]], [[3, 0]], [[-1, 3]], [[0, 3, 5]]]})
-    assert str(caught.value).count("spans.person: ") == 8
 
 
 TWICE = '{"person": [[0, 3]], "person": [[7, 11]]}'

@@ -31,6 +31,7 @@ from hpo.study.store import connection
 from hpo.study.store.connection import BoundedConnection
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
+from hpo.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.postgres
 
@@ -74,11 +75,21 @@ class Train:
         return result("complete", telemetry={"device": {}})
 
 
-def _evaluation(step: int) -> Any:
-    index = EVALUATED.index(step) + 1
-    shares: Any = {"index": index, "budget_used": step / STEPS, "seconds": float(step), "epoch": 1.0}
-    measured = SimpleNamespace(step=step, metrics={}, rates={}, **shares)
-    return SimpleNamespace(evaluation=measured, values=(step / STEPS,), is_last=step == STEPS)
+def _evaluation(step: int) -> Evaluation:
+    share = step / STEPS
+    return Evaluation(
+        step=step,
+        epoch=1.0,
+        budget_used=share,
+        seconds=float(step),
+        metrics={},
+        decisions={},
+        examples_per_second=None,
+        train_loss=0.0,
+        index=EVALUATED.index(step) + 1,
+        rates={},
+        values=(share,),
+    )
 
 
 def work(
