@@ -132,3 +132,16 @@ def test_long_values_are_whole_in_file_alone(tmp_path: Path) -> None:
 def test_damaged_definition_breaks_no_run(broken: object) -> None:
     for run in both_runs(record_with(training=broken, search_space=broken, tags=broken, data=broken)):
         assert run.facts["study"] == "fake"
+
+
+def test_former_statements_become_empty() -> None:
+    record = fake_record()
+    observed = record.trials[0].telemetry["precision"]
+    precision = {**observed, "reason": None, "observed": {}, "agrees": None}
+    trial = replace(record.trials[0], reason=None, telemetry={"precision": precision})
+    facts = runs_of(replace(record, trials=[trial]), "token")[0].facts
+    assert facts["precision_requested"] == precision["requested"]
+    empty = ("outcome_reason", "precision_reason", "precision_agrees")
+    assert [facts[name] for name in empty] == [""] * 3
+    assert facts["precision_observed"] == "nothing"
+    assert "compatibility" not in facts
