@@ -31,6 +31,8 @@ _logger = logging.getLogger("hpo.data")
 
 SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
+_NO_JSONL = (b"[", b"\x1f\x8b", b"PK\x03\x04", b"\xff\xfe", b"\xfe\xff")
+"""First bytes of a JSON array, a gzip file, a zip or Excel file, and UTF-16."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,13 @@ def _labelled_rows(path: Path, tasks: TaskConfigs) -> Iterator[Row]:
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
+        first = lines.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if first.startswith(_NO_JSONL):
+            raise DataError(
+                f"{path}: must be text with one JSON object on each line, but is a JSON array, an archive "
+                "(gzip, Excel) or UTF-16. Write its rows as lines."
+            )
+        lines.seek(0)
         for number, line in enumerate(lines, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
