@@ -235,3 +235,16 @@ def test_maps_of_parquet_are_spans_by_name(tmp_path: Path) -> None:
     spans = pa.array([[("person", [[0, 3]])], [], [("person", None)]], MAP)
     dataset = read(tmp_path, "parquet", PERSON, {"spans": spans})
     assert [dict(row.spans) for row in dataset.splits["train"]] == [{"person": [(0, 3)]}, {}, {}]
+    with pytest.raises(DataError, match=r"map.*Download the files and use `source: parquet`"):
+        read(tmp_path, "hub parquet", PERSON, {"spans": spans})
+
+
+def test_an_error_of_a_cell_is_no_error_of_the_parquet_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **_more: Any) -> Any:
+        raise KeyError("of the kind")
+
+    monkeypatch.setattr(KINDS[ONE], "from_cell", broken)
+    with pytest.raises(KeyError, match="of the kind"):
+        read(tmp_path, "parquet", {"t": {"kind": ONE}}, {"t": ["a", "b"]})
