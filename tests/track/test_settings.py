@@ -33,7 +33,14 @@ def test_names_of_secrets(name: str) -> None:
     "name",
     [
         *("max_tokens", "special_tokens", "tokens", "tokenizer", "key", "keys", "monkey", "passes", "bypass"),
-        *("train_tokens_per_second", "secretary"),
+        *(
+            "train_tokens_per_second",
+            "secretary",
+            "pad_token",
+            "model.encoder.tokenizer.mask_token",
+            "text_key",
+        ),
+        *("label_key", "sort_key", "group_key", "first_pass", "study_token"),
     ],
 )
 def test_names_of_other_settings(name: str) -> None:
