@@ -175,7 +175,7 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
         ("text,tone\nhello,calm\nhello\n", {}, "train.csv:3: must have 2 cells as the header has, but got 1"),
         ('text,tone\n"a\nb",calm\nhello,clam\n', {}, "train.csv:4: labels.tone: unknown class `clam`"),
         ('text,tone\n"hello"x,calm\n', {}, "train.csv:2: must be CSV, but"),
-        ("text,tone,tone\na,calm,calm\n", {}, "must have the column `tone` once, but has it 2 times"),
+        ("text,tone,tone\na,calm,calm\n", {}, "must have the column `tone` once, but has `tone`, `tone`"),
         ("text,tone\n", {"labels": {"tune": "tone"}}, "no task with labels is called `tune`. Did you"),
         ("text,tone\n", {"spans": {"names": "tone"}}, "columns.spans: no task with spans is called `names`"),
         ("text,tone\n", {"id": "key"}, "has no column `key`"),
