@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +208,16 @@ def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
+    for number, cells in enumerate(_parquet_cells(path, table), start=1):
+        yield table.row(f"{path} row {number}", number, cells)
+
+
+def _parquet_cells(path: Path, table: Table) -> Iterator[dict[str, Any]]:
     try:
         file = pq.ParquetFile(path)
         table.check(file.schema_arrow.names)
-        batches = file.iter_batches(columns=table.names)
-        rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
-        for number, cells in enumerate(rows, start=1):
-            yield table.row(f"{path} row {number}", number, cells)
+        for batch in file.iter_batches(columns=table.names):
+            yield from batch.to_pylist(maps_as_pydicts="strict")
     except KeyError as error:
         raise DataError(f"{path}: a map must have each key once, but {error.args[0]}") from None
     except (pa.ArrowException, OSError) as error:
