@@ -212,7 +212,7 @@ def test_truncated_text_is_reported(
 ) -> None:
     windowing = {"max_length": 24, "long_text": "truncate", "stride": 0, "pair_segments": None}
     model = hpo.load(copied(exported, tmp_path, windowing=windowing), device="cpu")
-    assert model.predict([]) == []
+    assert model.predict([]) == list(model.predict_examples([])) == []
     with caplog.at_level(logging.WARNING, "hpo.inference"):
         long, start = (model.predict(["late again " * num])[0] for num in (90_000, 20))
     assert "1 of 1 texts are longer than 24 tokens and lose their end" in caplog.text
