@@ -152,3 +152,8 @@ def test_former_statements_become_empty() -> None:
     assert [facts[name] for name in empty] == [""] * 3
     assert facts["precision_observed"] == "nothing"
     assert "compatibility" not in facts
+
+    facts = runs_of(replace(record, trials=[replace(trial, telemetry={})]), "token")[0].facts
+    names = ("effective", "support", "reason", "observed", "agrees")
+    assert [facts[f"precision_{name}"] for name in names] == [""] * 5, "no telemetry"
+    assert "base_precision_agrees" not in facts
