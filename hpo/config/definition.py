@@ -88,8 +88,8 @@ def refuse_changes(name: str, stored: Mapping[str, Any], now: Mapping[str, Any])
         what = "search space" if stored["search_space"] != now["search_space"] else "definition"
         raise StudyChangedError(
             f"The stored study `{name}` has another {what} than the study file, so its results would not "
-            "compare. Restore the file, or give the study another `name`; `hpo delete "
-            f"{name}` removes the stored study.\n  " + "\n  ".join(lines)
+            "compare. Write the stored values (left) into the file, or give the study another `name`; "
+            f"`hpo delete {name}` removes the stored study.\n  " + "\n  ".join(lines)
         )
 
 

@@ -24,6 +24,7 @@ class _Dependency:
     other: str
     allowed: tuple[str, ...]
     message: str
+    """`{}` stands for the other values of the other setting."""
 
 
 SHORT_STATE = ("adamw", "adam", "lion")
@@ -39,7 +40,7 @@ _DEPENDENCIES = (
     ),
     _Dependency(
         *(OPTIMIZER_STATE, "fp32", "optimizer", SHORT_STATE),
-        f"must be fp32 without the moments of {', '.join(SHORT_STATE)}.",
+        "must be fp32 with `optimizer: {}`: only adamw, adam and lion have moments in another format.",
     ),
 )
 _OF_ADAPTERS = (BASE_PRECISION, *(name for name in TrialSettings.model_fields if name.startswith("lora_")))
@@ -49,7 +50,7 @@ def trial_problems(settings: TrialSettings) -> Iterator[Problem]:
     for rule in _DEPENDENCIES:
         is_neutral = getattr(settings, rule.name) == rule.neutral
         if not is_neutral and getattr(settings, rule.other) not in rule.allowed:
-            yield Problem((rule.name,), rule.message)
+            yield Problem((rule.name,), rule.message.format(getattr(settings, rule.other)))
 
 
 def study_problems(training: TrialSettings, space: SearchSpace) -> Iterator[Problem]:
@@ -70,10 +71,11 @@ def study_problems(training: TrialSettings, space: SearchSpace) -> Iterator[Prob
         if rule.name in space:
             others = space[rule.name].when.get(rule.other, others)
         is_neutral = all(value == rule.neutral for value in _values(rule.name, training, space))
-        if not is_neutral and set(others) - set(rule.allowed):
+        refused = [str(one) for one in others if one not in rule.allowed]
+        if not is_neutral and refused:
             allowed = [one for one in _values(rule.other, training, space) if one in rule.allowed]
             hint = f" Search it with `when: {{{rule.other}: [{', '.join(allowed)}]}}`." if allowed else ""
-            yield Problem(_key(rule.name, space), rule.message + hint)
+            yield Problem(_key(rule.name, space), rule.message.format(", ".join(refused)) + hint)
 
 
 def measures_parts(training: TrialSettings, space: SearchSpace) -> bool:

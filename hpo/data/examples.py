@@ -71,9 +71,9 @@ class RowChecker:
         if type(row_id) is int:
             row_id = str(row_id)
         if not isinstance(row_id, str) or not row_id.strip():
-            problems.append(f"`id` must be a non-empty string, but got {_show(row_id)}")
+            problems.append(f"`id` must be a non-empty string, but {_got(row, 'id')}")
         if not isinstance(text, str):
-            problems.append(f"`text` must be a string, but got {_show(text)}")
+            problems.append(f"`text` must be a string, but {_got(row, 'text')}")
         elif not text.strip():
             problems.append("`text` is empty")
         elif _SURROGATE.search(text):
@@ -192,9 +192,11 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Offsets |
         return None
     start, end = pair
     if not 0 <= start < end <= len(text):
+        num_bytes = len(text.encode(errors="surrogatepass"))
+        hint = "" if text.isascii() else f" (spans count characters, not its {num_bytes} bytes)"
         problems.append(
-            f"{where}: 0 <= start < end <= {len(text)}, the number of characters, must hold, "
-            f"but got [{start}, {end}]"
+            f"{where}: [{start}, {end}] must lie inside the text of {len(text)} characters: "
+            f"0 <= start < end <= {len(text)}{hint}"
         )
     elif text[start:end].isspace():
         problems.append(f"{where}: [{start}, {end}] covers only white space")
@@ -216,6 +218,10 @@ def _similar_key(key: str) -> str | None:
     """Return the row key for a misspelt one. Other unknown keys are notes of the user."""
     near = get_close_matches(key.lower(), ROW_KEYS, n=1, cutoff=0.75)
     return near[0] if near else None
+
+
+def _got(row: Mapping[str, Any], key: str) -> str:
+    return f"got {_show(row[key])}" if key in row else "the row has no such key"
 
 
 def _show(value: object) -> str:

@@ -39,9 +39,12 @@ def hub_readers(config: SourceConfig, hub: HubConfig, tasks: TaskConfigs) -> dic
         raise
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
         cause = error.__cause__ or error  # of DatasetGenerationError, which says nothing itself
+        remedy = "It must be the id of a public data set, or a local folder."
+        if "Arrow type map<" in str(cause):
+            remedy = "`datasets` reads no maps. Download the files and use `source: parquet`."
         raise DataError(
             f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(cause).__name__}: "
-            f"{shorten(str(cause), 300)} It must be the id of a public data set, or a local folder."
+            f"{shorten(str(cause), 300)} {remedy}"
         ) from None
     splits = {str(ours): theirs for ours, theirs in hub.splits.items()}
     readers: dict[str, Reader] = {}

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _logger = logging.getLogger("hpo.data")
 
 SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
+_NO_JSONL = (b"[", b"\x1f\x8b", b"PK\x03\x04", b"\xff\xfe", b"\xfe\xff")
+"""First bytes of a JSON array, a gzip file, a zip or Excel file, and UTF-16."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,13 @@ def _labelled_rows(path: Path, tasks: TaskConfigs) -> Iterator[Row]:
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
+        first = lines.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if first.startswith(_NO_JSONL):
+            raise DataError(
+                f"{path}: must be text with one JSON object on each line, but is a JSON array, an archive "
+                "(gzip, Excel) or UTF-16. Write its rows as lines."
+            )
+        lines.seek(0)
         for number, line in enumerate(lines, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -199,13 +208,16 @@ def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:
+    for number, cells in enumerate(_parquet_cells(path, table), start=1):
+        yield table.row(f"{path} row {number}", number, cells)
+
+
+def _parquet_cells(path: Path, table: Table) -> Iterator[dict[str, Any]]:
     try:
         file = pq.ParquetFile(path)
         table.check(file.schema_arrow.names)
-        batches = file.iter_batches(columns=table.names)
-        rows = chain.from_iterable(batch.to_pylist(maps_as_pydicts="strict") for batch in batches)
-        for number, cells in enumerate(rows, start=1):
-            yield table.row(f"{path} row {number}", number, cells)
+        for batch in file.iter_batches(columns=table.names):
+            yield from batch.to_pylist(maps_as_pydicts="strict")
     except KeyError as error:
         raise DataError(f"{path}: a map must have each key once, but {error.args[0]}") from None
     except (pa.ArrowException, OSError) as error:

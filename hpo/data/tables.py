@@ -122,9 +122,10 @@ class Table:
         for name in self.names:
             if name not in header:
                 raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}")
-            if (times := list(header).count(name)) > 1:
+            same = [f"`{column}`" for column in header if column.strip() == name.strip()]
+            if len(same) > 1:
                 raise DataError(
-                    f"{self.name}: must have the column `{name}` once, but has it {times} times. "
+                    f"{self.name}: must have the column `{name}` once, but has {', '.join(same)}. "
                     "Rename the others."
                 )
 

@@ -210,6 +210,8 @@ class TrainedModel(nn.Module):
             max_tokens = self._default_max_tokens()
         if max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, but got {max_tokens}.")
+        if not examples:
+            return
         done, log_progress = 0, _progress_logger(len(examples))
         for split in tokenize_chunks(examples, self.tasks, self.tokenizer, self.settings.windowing):
             if split.num_cut_examples:

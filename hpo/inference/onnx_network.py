@@ -97,7 +97,10 @@ class OnnxNetwork(nn.Module):
         """Refuse `half`, `cuda` and the like, which would change nothing."""
         moved = fn(torch.empty(0))
         if (moved.device, moved.dtype) != (self.device, torch.float32):
-            raise ModelError(f"{self.file.parent} is an ONNX export: it cannot be cast, and runs on the CPU.")
+            raise ModelError(
+                f"{self.file.parent} is an ONNX export: it cannot be cast, and runs on the CPU. "
+                "Use device cpu."
+            )
         return self
 
     def _open(self) -> None:

@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
@@ -121,9 +122,14 @@ def broken_file(folder: Path) -> str:
             json.loads(path.read_bytes())
         except ValueError as error:
             return f"{path.name} is no valid JSON: {error}"
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in (*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("*.bin"))):
+        problem = f"{path.name} is damaged, or a pointer of Git LFS (`git lfs pull` gets the file)"
+        if path.suffix == ".bin":
+            if not is_zipfile(path):
+                return problem
+            continue
         try:
             safe_open(path, "pt")
         except SafetensorError as error:
-            return f"{path.name} is damaged, or a pointer of Git LFS (`git lfs pull` gets the file): {error}"
+            return f"{problem}: {error}"
     return ""

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from inspect import signature
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -298,8 +299,17 @@ AnyKind = TypeVar("AnyKind", bound=type[Kind])
 def register(kind: AnyKind) -> AnyKind:
     """Make a kind known by its name: a decorator, `hpo.kind` in the code of a study.
 
-    Raises ValueError if another kind has the name.
+    Raises ValueError if another kind has the name, or the class has methods of an earlier version.
     """
+    for old, new in (("problems", "min_labels, max_span_names and needed_key"), ("held", "label_names")):
+        if hasattr(kind, old):
+            raise ValueError(f"the kind `{kind.name}` has `{old}`, which was replaced. Define {new}.")
+    try:
+        signature(kind.from_cell).bind("a", "|", has_decimal_comma=False)
+    except TypeError:
+        raise ValueError(
+            f"the kind `{kind.name}` must have `from_cell(cls, cell, list_separator, *, has_decimal_comma)`."
+        ) from None
     KINDS.add(kind.name, kind)
     add_options(kind.name, kind.options)
     return kind

@@ -29,6 +29,8 @@ MAX_NAME, MAX_TEXT = 200, 5000
 """MLflow's limits are 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
 _DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
 """Names of facts about the device. All others begin with `device.`."""
+_MAY_BE_EMPTY = re.compile(r"best\..*|.*_(?:reason|observed|agrees|effective|support)")
+"""Facts that may disappear from a run. In a tracker, an empty text then replaces their former values."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def _study_run(record: StudyRecord, token: str, begun: Sequence[TrialRecord]) ->
     facts |= {f"trials_{state}": count for state, count in record.counts.items()}
     metrics: dict[str, float] = {}
     for best in best_trials(record)[:1]:
-        facts |= {"best_trial": best.number, **{f"best.{name}": value for name, value in best.params.items()}}
+        params = {**dict.fromkeys(section(record.definition, "search_space")), **best.params}
+        facts |= {"best_trial": best.number, **{f"best.{name}": value for name, value in params.items()}}
         values = zip(record.metric_names, best.values or (), strict=False)
         metrics |= dict(named(_numbers(dict(values), "best/")))
     settings = study_settings(record.definition)
@@ -119,7 +122,7 @@ def _trial_run(record: StudyRecord, study: Run, key: str, trial: TrialRecord) ->
     assert trial.started is not None
     started, status = trial.started.timestamp(), _status(trial)
     settings = trial_settings(record.definition, trial.params)
-    facts = {"study": record.name, "trial": trial.number, **_trial_facts(trial)}
+    facts = {"study": record.name, "trial": trial.number, **_trial_facts(trial, settings)}
     return Run(
         key=key,
         name=f"trial {trial.number}",
@@ -148,17 +151,15 @@ def _params(settings: Mapping[str, Any]) -> dict[str, str | float]:
 
 
 def _facts(record: StudyRecord, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the study's tags, changeable settings and `facts`. A later one replaces one of the same name.
-
-    `outcome_reason` may be empty: the reason of a pause must not stay on a continued trial.
-    """
+    """Return the study's tags, changeable settings and `facts`. A later one replaces one of the same name."""
     changeable = {name: value for name, value in settings.items() if is_changeable(name)}
     known = {**section(record.definition, "tags"), **changeable, **facts}
-    kept = (item for item in known.items() if item[1] not in (None, "") or item[0] == "outcome_reason")
-    return {name: str(_value(name, value)) for name, value in named(kept)}
+    kept = [item for item in known.items() if item[1] not in (None, "") or _MAY_BE_EMPTY.fullmatch(item[0])]
+    return {name: "" if value is None else str(_value(name, value)) for name, value in named(kept)}
 
 
-def _trial_facts(trial: TrialRecord) -> dict[str, Any]:
+def _trial_facts(trial: TrialRecord, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the outcome, the device and the formats. A missing format is empty: no former one may stay."""
     telemetry = trial.telemetry
     device, precision = telemetry.get("device") or {}, telemetry.get("precision") or {}
     facts = {
@@ -169,7 +170,8 @@ def _trial_facts(trial: TrialRecord) -> dict[str, Any]:
         **{f"environment.{name}": value for name, value in section(telemetry, "environment").items()},
     }
     for part in ("precision", "base_precision", "optimizer_state"):
-        if stored := telemetry.get(part):
+        stored = telemetry.get(part) or {}
+        if stored or part == "precision" or settings.get(part, "fp32") != "fp32":
             facts |= {
                 f"{part}_{fact}": stored.get(fact) for fact in ("requested", "effective", "support", "reason")
             }

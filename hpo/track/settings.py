@@ -18,11 +18,15 @@ _SECRET_NAME = re.compile(
     r"(?i)(?:password|passwd|passphrase|secret|(?:^|[._-])(?:pass|pwd|credentials?)|(?:^|\.)token|"
     r"(?:hf|api|access|auth|secret|private)[_-]?(?:key|token)s?|[_-](?:key|token))$"
 )
+_OTHER_NAME = re.compile(
+    r"(?i)(?:^|[._-])(?:pad|cls|mask|sep|bos|eos|unk|text|label|sort|group|first|study)[_-](?:key|token|pass)$"
+)
+"""Names of other settings, such as those of a tokenizer."""
 
 
 def is_secret(name: str) -> bool:
     """Return True if a setting of this name may hold a password or a token."""
-    return bool(_SECRET_NAME.search(name))
+    return bool(_SECRET_NAME.search(name)) and not _OTHER_NAME.search(name)
 
 
 def without_secret_settings(content: Any) -> Any:

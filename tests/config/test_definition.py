@@ -68,7 +68,8 @@ def test_explicit_defaults_are_no_change(name: str) -> None:
 def test_new_default_needs_old_value_in_file() -> None:
     definition = stored(study())
     definition["training"]["pooling"] = "cls"  # an earlier default
-    with pytest.raises(StudyChangedError, match=r'~ training\.pooling: "cls" -> "mean"'):
+    remedy = r'Write the stored values \(left\) into the file(.|\n)*~ training\.pooling: "cls" -> "mean"'
+    with pytest.raises(StudyChangedError, match=remedy):
         study().resumed(definition)
     assert study(training={"pooling": "cls"}).resumed(definition).training.pooling == "cls"
 

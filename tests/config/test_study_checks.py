@@ -44,7 +44,7 @@ WEIGHT = {"type": "float", "low": 0.0, "high": 2.0}
         ),
         ({"adapter": "lora", "lora_targets": []}, {}, "training.lora_targets: must be `all-linear` or a"),
         ({"optimizer_state": "int8", "optimizer": "sgd"}, {}, "training.optimizer_state: must be fp32"),
-        ({"optimizer": "adafactor"}, {"optimizer_state": STATES}, "must be fp32 without the moments"),
+        ({"optimizer": "adafactor"}, {"optimizer_state": STATES}, "must be fp32 with `optimizer: adafactor`"),
         (
             {},
             {"optimizer": OPTIMIZERS, "optimizer_state": STATES},
@@ -87,7 +87,7 @@ def test_possible_combination(tmp_path: Path, training: dict[str, Any], space: d
         ({"adapter": "lora", "freeze_layers": 1}, "freeze_layers: must be 0 with an adapter"),
         (
             {"optimizer": "sgd", "optimizer_state": "int8"},
-            "optimizer_state: must be fp32 without the moments",
+            "optimizer_state: must be fp32 with `optimizer: sgd`: only adamw, adam and lion",
         ),
     ],
 )

@@ -7,8 +7,10 @@ from typing import Any, get_args
 
 import optuna
 import pytest
+from pydantic import ValidationError
 
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+from hpo.config.sections import CheckpointConfig
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.data.tasks import parse_tasks
 from hpo.errors import StudyFileError
@@ -139,3 +141,15 @@ def test_options_exist_in_optuna(config: Any, module: Any) -> None:
         # `promote` does not use Optuna's pruner.
         assert name == "promote" or config.OPTIONS.get(name, {}).keys() <= arguments.keys()
         assert config.OPTIONS.get(name, {}).keys() <= config.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("artifacts:x", r"got `artifacts:x`\. `artifacts:` was removed\. .*\(AWS_ENDPOINT_URL, "),
+        ("ftp://host/x", r"got `ftp://host/x`\. The server .* GOOGLE_APPLICATION_CREDENTIALS\)\."),
+    ],
+)
+def test_other_checkpoint_location_is_refused(location: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CheckpointConfig(location=location)

@@ -179,6 +179,14 @@ def test_a_column_without_labels_is_refused(tmp_path: Path) -> None:
         read(tmp_path, "csv", {"t": {"kind": ONE}}, {"t": [None, None]})
 
 
+@pytest.mark.parametrize("header", ["id,text,t,t ", "id,text, t,t"])
+def test_columns_with_equal_stripped_names_are_refused(header: str, tmp_path: Path) -> None:
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text(f"{header}\n{split}1,one,a,b\n{split}2,two,b,a\n")
+    with pytest.raises(DataError, match=r"must have the column `t` once, but has ` ?t`, `t ?`"):
+        load(source="csv", path=str(tmp_path), tasks={"t": {"kind": ONE}}, columns={"labels": {"t": "t"}})
+
+
 # Spans
 
 PERSON = {"names": {"kind": "token_classification", "span_names": ["person"]}}
@@ -206,8 +214,12 @@ def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("reader", READERS)
 def test_every_reader_refuses_equal_spans(reader: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"^8 bad rows[^$]*spans\.person: "):
+    with pytest.raises(DataError) as caught:
         read(tmp_path, reader, PERSON, {"spans": [[[0, 12]], [[3, 0]], [[-1, 3]], [[0, 3, 5]]]})
+    assert str(caught.value).startswith("8 bad rows in the data")
+    counts = [str(caught.value).count(text) for text in ("must lie inside the text", "got [0, 3, 5]")]
+    assert counts == [3, 2], "three examples of a kind"
+    assert "and 3 more like these" in str(caught.value)
 
 
 TWICE = '{"person": [[0, 3]], "person": [[7, 11]]}'
@@ -234,3 +246,16 @@ def test_maps_of_parquet_are_spans_by_name(tmp_path: Path) -> None:
     spans = pa.array([[("person", [[0, 3]])], [], [("person", None)]], MAP)
     dataset = read(tmp_path, "parquet", PERSON, {"spans": spans})
     assert [dict(row.spans) for row in dataset.splits["train"]] == [{"person": [(0, 3)]}, {}, {}]
+    with pytest.raises(DataError, match=r"map.*Download the files and use `source: parquet`"):
+        read(tmp_path, "hub parquet", PERSON, {"spans": spans})
+
+
+def test_an_error_of_a_cell_is_no_error_of_the_parquet_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **_more: Any) -> Any:
+        raise KeyError("of the kind")
+
+    monkeypatch.setattr(KINDS[ONE], "from_cell", broken)
+    with pytest.raises(KeyError, match="of the kind"):
+        read(tmp_path, "parquet", {"t": {"kind": ONE}}, {"t": ["a", "b"]})

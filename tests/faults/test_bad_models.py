@@ -50,6 +50,14 @@ def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def pickle_weights(folder: Path) -> Path:
+    """Write the weights as a file of PyTorch instead, and return its path."""
+    path = folder / "pytorch_model.bin"
+    torch.save(load_file(folder / "model.safetensors"), path)
+    (folder / "model.safetensors").unlink()
+    return path
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -67,6 +75,11 @@ def cut_in_half(path: Path) -> None:
             lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com"),
             "model.safetensors is damaged, or a pointer of Git LFS .`git lfs pull`",
         ),
+        (
+            lambda folder: pickle_weights(folder).write_text("version https://git-lfs.github.com"),
+            r"pytorch_model\.bin is damaged, or a pointer .*`git lfs pull` gets the file\)\. Download",
+        ),
+        (lambda folder: cut_in_half(pickle_weights(folder)), r"pytorch_model\.bin is damaged, or a pointer"),
         (
             lambda folder: remove_tensors(folder, "layer.1.output.dense.weight"),
             r"missing .*: encoder\.layer\.1\.output\.dense\.weight",

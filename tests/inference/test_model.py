@@ -95,6 +95,20 @@ def windowing_of(exported: Exported) -> Any:
     return exported.executor.loader.windowing(config), exported.executor.loader.tokens("test", config)
 
 
+def test_forward_equals_a_batch_of_transformers(model: TrainedModel) -> None:
+    batch = model.tokenizer(["Late again!", "Ann paid too much"], padding=True, return_tensors="pt")
+    output = model(**batch)
+    assert isinstance(output, inference.MultitaskOutput)
+    assert output["logits"] is output.logits is output[0]
+    shapes = {name: tuple(logits.shape) for name, logits in output.logits.items()}
+    assert shapes["topic"] == (2, 3)
+    assert shapes["places"] == (2, batch["input_ids"].shape[1], 6)
+    alone = model(batch["input_ids"][1:]).logits
+    torch.testing.assert_close(alone["topic"], output.logits["topic"][1:])
+    output.logits["topic"].sum().backward()
+    assert model.network.heads[0][-1].weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("exported", KINDS, indirect=True)
 def test_predictions_score_like_the_trial(exported: Exported, model: TrainedModel) -> None:
     predictions = model.predict(exported.rows)
@@ -212,7 +226,7 @@ def test_truncated_text_is_reported(
 ) -> None:
     windowing = {"max_length": 24, "long_text": "truncate", "stride": 0, "pair_segments": None}
     model = hpo.load(copied(exported, tmp_path, windowing=windowing), device="cpu")
-    assert model.predict([]) == []
+    assert model.predict([]) == list(model.predict_examples([])) == []
     with caplog.at_level(logging.WARNING, "hpo.inference"):
         long, start = (model.predict(["late again " * num])[0] for num in (90_000, 20))
     assert "1 of 1 texts are longer than 24 tokens and lose their end" in caplog.text

@@ -159,7 +159,7 @@ def test_read_jsonl_ignores_labels_and_lists_bad_lines(tmp_path: Path) -> None:
     texts, bad = read(path)
     assert texts == [("row-1", "one"), ("7", "two")]
     assert [line.split(": ")[0] for line in bad] == [f"{path}:{number}" for number in (3, 4, 5)]
-    assert "`text` must be a string, but got None" in bad[1]
+    assert "`text` must be a string, but the row has no such key" in bad[1]
     assert "surrogate" in bad[2]
 
 

@@ -108,6 +108,21 @@ def test_a_kind_needs_a_new_name_and_joins_the_known_ones() -> None:
         parse_tasks({"times": {"kind": "counts"}}, "t.json")
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"problems": classmethod(lambda _cls, _config: ())}, r"has `problems`.* Define min_labels"),
+        ({"held": lambda _self, _example: ()}, r"has `held`.* Define label_names\."),
+        ({"from_cell": classmethod(lambda _cls, cell, csv: (cell, csv))}, r"from_cell\(cls, cell, list_sep"),
+    ],
+    ids=["problems", "held", "from_cell"],
+)
+def test_methods_of_an_earlier_version_are_refused(method: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        register(type("Old", (Count,), {"name": "old", **method}))
+    assert "old" not in KINDS
+
+
 def test_an_error_metric_of_an_own_kind_must_be_minimized(tmp_path: Path) -> None:
     with pytest.raises(StudyFileError, match="must be `minimize` for `times/deviance`: smaller is better"):
         tiny_study(tmp_path, objective={"metric": "times/deviance"})

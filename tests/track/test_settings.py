@@ -33,7 +33,14 @@ def test_names_of_secrets(name: str) -> None:
     "name",
     [
         *("max_tokens", "special_tokens", "tokens", "tokenizer", "key", "keys", "monkey", "passes", "bypass"),
-        *("train_tokens_per_second", "secretary"),
+        *(
+            "train_tokens_per_second",
+            "secretary",
+            "pad_token",
+            "model.encoder.tokenizer.mask_token",
+            "text_key",
+        ),
+        *("label_key", "sort_key", "group_key", "first_pass", "study_token"),
     ],
 )
 def test_names_of_other_settings(name: str) -> None:
@@ -132,3 +139,21 @@ def test_long_values_are_whole_in_file_alone(tmp_path: Path) -> None:
 def test_damaged_definition_breaks_no_run(broken: object) -> None:
     for run in both_runs(record_with(training=broken, search_space=broken, tags=broken, data=broken)):
         assert run.facts["study"] == "fake"
+
+
+def test_former_statements_become_empty() -> None:
+    record = fake_record()
+    observed = record.trials[0].telemetry["precision"]
+    precision = {**observed, "reason": None, "observed": {}, "agrees": None}
+    trial = replace(record.trials[0], reason=None, telemetry={"precision": precision})
+    facts = runs_of(replace(record, trials=[trial]), "token")[0].facts
+    assert facts["precision_requested"] == precision["requested"]
+    empty = ("outcome_reason", "precision_reason", "precision_agrees")
+    assert [facts[name] for name in empty] == [""] * 3
+    assert facts["precision_observed"] == "nothing"
+    assert "compatibility" not in facts
+
+    facts = runs_of(replace(record, trials=[replace(trial, telemetry={})]), "token")[0].facts
+    names = ("effective", "support", "reason", "observed", "agrees")
+    assert [facts[f"precision_{name}"] for name in names] == [""] * 5, "no telemetry"
+    assert "base_precision_agrees" not in facts

@@ -4,6 +4,7 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 import wandb
 from support.command_line import finish, start_hpo
 from support.tracked_study import TrackedStudy
+
+from hpo.track.runs import runs_of
+from hpo.track.wandb_runs import WandbTracker
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +109,17 @@ def test_run_rewritten_in_the_same_second(tracked: TrackedStudy, monkeypatch: py
     run = run_of(tracked.folder / "runs" / tracked.name, 0)
     assert [row["step"] for row in run["history"]] == [10, 20, 30]
     assert run["exit"] == 0
+
+
+def test_former_fact_of_open_run_is_emptied(tracked: TrackedStudy) -> None:
+    tracked.leave_running(alive=True)
+    run = runs_of(tracked.record, "token")[0]
+    tracker = WandbTracker(tracked.name, tracked.folder)
+    for reason in ("paused at step 10", ""):
+        tracker.show(replace(run, facts={**run.facts, "outcome_reason": reason}))
+    tracker.close()
+    config = run_of(tracked.folder, 0)["config"]
+    assert (config["outcome_reason"], config["study"]) == ("", tracked.name)
 
 
 def test_error_without_account_names_remedy(tracked: TrackedStudy) -> None:
