@@ -93,7 +93,9 @@ def _unusable(url: str, problem: str, advice: str = "") -> StorageError:
 
 def _check_sqlite(parsed: sa.URL, url: str) -> None:
     file = parsed.database or ""
-    if parsed.host or "sqlite://" in file:
+    if url.count("://") > 1:  # the password of the other URL would be a part of the file's name
+        raise _unusable(url, "it must be one URL")
+    if parsed.host:
         raise _unusable(url, "a relative path needs three slashes (sqlite:///hpo.db), an absolute one four")
     if not file or file == ":memory:" or file.endswith("/") or Path(file).is_dir():
         raise _unusable(url, "it must name a file")

@@ -84,7 +84,15 @@ def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        *((url, "three slashes") for url in ("sqlite://x.db", "sqlite:///x.db,sqlite:///y.db")),
+        ("sqlite://x.db", "three slashes"),
+        *(
+            (f"sqlite:///{rest}", "must be one URL")
+            for rest in (
+                "x.db,sqlite:///y.db",
+                "a.db,postgresql://u:secretpw1@h/db",
+                "file:a.db?x=postgresql://u:secretpw1@h/db",
+            )
+        ),
         *(
             (url, "no URL")
             for url in ("sqlite:x.db", "runs/x.db", "me:secret@host/db", "postgresql:/me:secret@h/d")
