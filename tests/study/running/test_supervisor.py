@@ -132,6 +132,19 @@ def test_worker_gets_the_storage_of_the_user(
     assert log_of(tmp_path).splitlines()[-1] == (given or storage.url)
 
 
+@pytest.mark.parametrize("trust", [True, False])
+def test_worker_gets_the_permissions_of_the_user_s_file(
+    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust: bool
+) -> None:
+    """A worker reads the study from the database, and so needs a permission for its paths and code."""
+    monkeypatch.setenv("HPO_ALLOW", "s3://ours")
+    outside = tmp_path / "outside"
+    changes = {"checkpoint": {"location": str(outside)}, "model": {"trust_remote_code": trust}}
+    run("import os, sys; print(os.environ['HPO_ALLOW'], *sys.argv[1:])", study(2, **changes))
+    options = ["--trust-remote-code"] * trust
+    assert log_of(tmp_path).splitlines()[-1].split() == [f"s3://ours:{outside}", *options]
+
+
 @pytest.mark.postgres
 def test_dead_worker_is_restarted_after_an_outage(
     own_server: PostgresServer,
