@@ -87,6 +87,17 @@ def test_too_many_restarts_end_the_other_workers(
     assert caplog.text.count("it is started again") == 2
 
 
+def test_restarts_before_the_last_hour_do_not_count(
+    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
+    starts = tmp_path / "starts"
+    program = f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)"
+    assert run(program, shares=TWO[:1]).ended == "elsewhere"
+    assert starts.read_text() == "xxxx"
+
+
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
 def test_failure_shows_the_log_of_this_run(
     run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
