@@ -28,7 +28,7 @@ from hpo.study.running.stopping import RunSummary
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
 from hpo.study.store.database import shown_url
 from hpo.study.store.lifecycle import has_complete
-from hpo.study.store.studies import StoredStudy, read_stored
+from hpo.study.store.studies import StudyEntry, read_stored
 from hpo.training.distributed import connected_ranks, rank
 from hpo.trial.executor import follow
 
@@ -40,7 +40,7 @@ class WorkResult(RunSummary):
     study: str
     left_out: Mapping[str, str]
     """Precisions of the study that did not run here, with the reason."""
-    stored: StoredStudy | None = field(repr=False)
+    stored: StudyEntry | None = field(repr=False)
     """The study afterwards; None if it was deleted."""
     has_complete: bool
     """True if the study has a complete trial."""

@@ -135,6 +135,17 @@ def test_refusals_of_a_server(postgres_server: PostgresServer, postgres_url: str
     assert "must be allowed to create tables" in str(refusal(guest)), "with tables of another user"
 
 
+@pytest.mark.postgres
+def test_unquoted_braces_and_percent_in_a_password(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    name = postgres_url.rpartition("/")[2]
+    with postgres_server.connect(name) as connection:
+        connection.execute("DROP ROLE IF EXISTS brace")
+        connection.execute("CREATE ROLE brace SUPERUSER LOGIN PASSWORD '{x}%z{0}'")
+    open_storage(f"postgresql://brace:{{x}}%z{{0}}@127.0.0.1:{postgres_server.port}/{name}").close()
+
+
 # TLS
 
 

@@ -18,8 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.command_line import finish as finish_command
+from support.command_line import ok, saved_steps, start_hpo, wait_until
 from support.postgres import PostgresServer
 from support.proxy import Proxy
+from support.tiny import write_long_study
 from support.worker_process import finish, note, notes, result, start_process, study, wait_for
 
 from hpo.config.study_config import StudyConfig
@@ -227,3 +230,32 @@ def test_worker_is_stopped_past_its_lease(url: str, tmp_path: Path) -> None:
     assert [line["pid"] for line in log_of(tmp_path, "lost")] == [stopped.pid]
     assert [line["pid"] for line in log_of(tmp_path, "ended")] == [other.pid]
     check_whole(url, config, tmp_path)
+
+
+def test_stop_while_the_database_is_away(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
+    """`hpo run` writes its checkpoint and leaves. The next run continues there."""
+    num_steps = 400  # with fewer, a trial on a busy machine has ended before the server stops
+    write_long_study(tmp_path, 0.1, n_trials=1, max_steps=num_steps)
+    process = start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)
+    wait_until(lambda: saved_steps(tmp_path)[-1:] >= [5], process)
+    with postgres_server.connect("postgres") as server:
+        server.execute("CHECKPOINT")  # a crash may lose the last commits, with the parameters
+    postgres_server.stop(immediate=True)
+    try:
+        process.terminate()
+        stopped = finish_command(process, seconds=60)
+    finally:
+        postgres_server.start()
+    assert stopped.exit_code == 130, stopped
+    assert "told to stop while the database is away" in stopped.err
+    assert "Traceback" not in stopped.err
+    newest = saved_steps(tmp_path)[-1]
+    with open_storage(url) as storage:
+        assert [trial.state for trial in read_study(storage, "tiny").trials] == ["RUNNING"]
+
+    write_long_study(tmp_path, 30, n_trials=1, max_steps=num_steps)
+    ok(finish_command(start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)))
+    with open_storage(url) as storage:
+        [trial] = read_study(storage, "tiny").trials
+    assert trial.outcome == "complete"
+    assert trial.telemetry.get("resumed_from_step") == newest, trial.telemetry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -13,6 +14,7 @@ from support.command_line import Finished, finish, hpo_command, ok, saved_steps,
 from support.tiny import write_long_study
 
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
+from hpo.study.store.process import process_start
 
 NUM_STEPS = 60
 
@@ -72,6 +74,32 @@ def test_kill_in_the_middle_of_a_trial(folder: Path) -> None:
     check_continued(before.trials[1], after.trials[1])
     assert after.trials[1].telemetry["resumed_from_step"] == newest
     assert after.trials[0].params != after.trials[1].params
+
+
+def test_kill_of_the_parent_of_two_workers(folder: Path) -> None:
+    """The workers notice the death of their parent, write their checkpoints and leave."""
+    process = start_hpo(folder, "run", "tiny.yaml", "--workers", "2")
+    wait_until(lambda: bool(saved_steps(folder, 0) and saved_steps(folder, 1)), process)
+    pids = [worker.pid for worker in stored(folder).workers]
+    starts = [process_start(pid) for pid in pids]
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while any(start and process_start(pid) == start for pid, start in zip(pids, starts, strict=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = stored(folder)
+    assert before.counts["running"] == 0, "each worker released its trial"
+    assert "preempted" in [trial.outcome for trial in before.trials]
+
+    resume(folder)
+    after = stored(folder)
+    check_whole(after)
+    for old, new in zip(before.trials, after.trials, strict=True):
+        if old.state == "COMPLETE":
+            assert replace(new, detailed={}) == old, "only the best gets its detailed evaluation"
+        else:
+            check_continued(old, new)
 
 
 MANY_STEPS = 200

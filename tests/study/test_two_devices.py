@@ -264,6 +264,18 @@ def test_a_sampler_learns_among_the_precisions_of_its_device(name: str) -> None:
     assert drawn["fp16"] >= 10
 
 
+@pytest.mark.parametrize("runs_fp16", [True, False])
+def test_an_unsupported_precision_is_not_avoided_on_another_device(runs_fp16: bool) -> None:
+    """Enqueued trials ended as `unsupported` elsewhere."""
+    config = study(30, sampler={"name": "tpe", "seed": 3}, search_space=SPACES["ranges"])
+    device = WorkerDevice(left_out={} if runs_fp16 else {"fp16": "It lacks it."})
+    here = ScriptedStudy(config, lambda _: "unsupported", device=device)
+    for _ in range(4):
+        here.run(fp_precision="fp16")
+    here.script = lambda params: params["dropout"]
+    assert ("fp16" in {params["fp_precision"] for params in here.run(12)}) == runs_fp16
+
+
 @pytest.mark.parametrize("name", ["tpe", "gp"])
 @pytest.mark.parametrize("checked_on", ["AMX, torch 2", "V100, torch 2"])
 def test_an_incompatible_precision_is_not_avoided_on_another_kind(name: str, checked_on: str) -> None:

@@ -94,12 +94,13 @@ class StudyBudget:
         num_waiting: int,
         most: int,
     ) -> Forecast:
-        """Return the number of trials that may still begin, and the budget left with them.
+        """Forecast the rest of the study: the new trials within its budget, and all remaining runs.
 
         Args:
-            begun: the unfinished trials after their begin.
-            num_waiting: retries of failed attempts.
-            most: limit of new trials, for any budget.
+            rungs: the trials at each rung, for a promoting pruner.
+            begun: unfinished trials after their first start: running, paused, or without a worker.
+            num_waiting: number of waiting retries.
+            most: largest number of new trials. The budget may allow fewer.
         """
         cost = self._cost(connection, [trial for trial in begun if is_paused(trial)])
         left = self.left(connection)

@@ -33,7 +33,7 @@ class StudyProgress:
     """A study at one moment."""
 
     running: Sequence[tuple[FrozenTrial, Mapping[str, Any]]] = ()
-    """Each trial with `hpo.trial.telemetry.Progress` from its worker's last heartbeat, or {}."""
+    """Each trial with `hpo.outcome.Progress` from its worker's last heartbeat, or {}."""
     ended: Sequence[FrozenTrial] = ()
     """Trials that have ended or paused since the last read."""
     best: tuple[float, int] | None = None

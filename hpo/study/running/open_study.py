@@ -30,7 +30,7 @@ from hpo.study.running.supervisor import share_memory
 from hpo.study.sampling.samplers import check_named
 from hpo.study.store.database import check_folder
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import StoredStudy, create_or_resume_study, read_stored
+from hpo.study.store.studies import StudyEntry, create_or_resume_study, read_stored
 from hpo.training.distributed import world_size
 from hpo.trial.executor import Executor
 from hpo.trial.own_executor import build_executor
@@ -49,7 +49,7 @@ class OpenStudy:
     """With `n_trials` as stored."""
     storage: Storage
     runs_dir: Path
-    stored: StoredStudy
+    stored: StudyEntry
     """Before anything of it runs here."""
     lacking: Mapping[str, str]
     """Precisions of the study without support on this device, with the reason; {} for a finished study."""

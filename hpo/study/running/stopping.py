@@ -56,7 +56,7 @@ class RunSummary:
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """Number of trials with an end here, by outcome. Empty for a study finished before."""
     elsewhere: tuple[str, ...] = ()
-    """The device for the remaining trials: its precisions, or its name."""
+    """Needs of the remaining trials if `ended` is "elsewhere": precisions, or the name of a device."""
 
     @property
     def num_failed(self) -> int:

@@ -5,7 +5,8 @@ Here the rows of Optuna's tables and ours are read in one snapshot and written i
 keeps its token, so its trials find their checkpoints.
 
 Dead workers lose their claims. Optuna's heartbeats, compatibility checks and NSGA-II's lists of parents are
-not copied: the ids in those lists are of this database, and the sampler selects the same parents again.
+not copied: the ids in those lists are valid in the source only. The sampler selects parents again, among the
+trials of the copy, so they may differ from the parents in the source.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ _DRIVERS = {"sqlite": ("", "pysqlite"), "postgresql": ("", "psycopg", "psycopg2"
 _MIN_MASKED = 8
 """Shorter passwords may equal an ordinary word of a message, so they are not masked there."""
 _EXAMPLES = "`sqlite:///runs/hpo.db` or `postgresql://user:password@host:5432/database`"
+_SLASH_RULE = "a relative path needs three slashes (sqlite:///hpo.db), an absolute one four"
+_PORT_RULE = "the port must be a number from 1 to 65535"
 
 
 def storage_url(given: str | None = None) -> str:
@@ -71,14 +73,18 @@ def parse_url(url: str) -> sa.URL:
         raise StorageError("In the storage URL, write `@` in a password as `%40` and a space as `%20`.")
     try:
         parsed = sa.make_url(url)
-    except (ArgumentError, ValueError):
-        raise _unusable(url, "it is no URL with a valid port") from None
+    except ArgumentError:
+        raise _no_url(url) from None
+    except ValueError:
+        raise _unusable(url, _PORT_RULE) from None
     backend, _, driver = parsed.drivername.partition("+")
     backend = "postgresql" if backend == "postgres" else backend
     if backend not in _DRIVERS:
         raise _unusable(url, f"it names `{backend}`", did_you_mean(backend, [*_DRIVERS]))
     if driver not in _DRIVERS[backend]:
-        raise _unusable(url, f"hpo does not use the driver `{driver}`", f" Write `{backend}://`.")
+        raise StorageError(
+            f"hpo does not use the driver `{driver}`. Write `{backend}://` in the storage URL."
+        )
     if backend == "sqlite":
         _check_sqlite(parsed, url)
         return parsed.set(drivername="sqlite")
@@ -91,10 +97,19 @@ def _unusable(url: str, problem: str, advice: str = "") -> StorageError:
     )
 
 
+def _no_url(url: str) -> StorageError:
+    if url.startswith("sqlite:"):
+        return _unusable(url, _SLASH_RULE)
+    is_file = re.fullmatch(r"[^@:]+\.(db|sqlite3?)", url)
+    return _unusable(url, "it is no URL", f" Did you mean `sqlite:///{url}`?" if is_file else "")
+
+
 def _check_sqlite(parsed: sa.URL, url: str) -> None:
     file = parsed.database or ""
-    if parsed.host or "sqlite://" in file:
-        raise _unusable(url, "a relative path needs three slashes (sqlite:///hpo.db), an absolute one four")
+    if url.count("://") > 1:  # the password of the other URL would be a part of the file's name
+        raise _unusable(url, "it must be one URL")
+    if parsed.host:
+        raise _unusable(url, _SLASH_RULE)
     if not file or file == ":memory:" or file.endswith("/") or Path(file).is_dir():
         raise _unusable(url, "it must name a file")
     refused = [name for name in parsed.query if name == "timeout" or not file.startswith("file:")]
@@ -103,8 +118,10 @@ def _check_sqlite(parsed: sa.URL, url: str) -> None:
 
 
 def _checked_postgresql(parsed: sa.URL, url: str) -> sa.URL:
-    if (parsed.port is not None and not 0 < parsed.port < 65536) or " " in (parsed.host or ""):
-        raise _unusable(url, "the host must have no space, and the port must be from 1 to 65535")
+    if parsed.port is not None and not 0 < parsed.port < 65536:
+        raise _unusable(url, _PORT_RULE)
+    if " " in (parsed.host or ""):
+        raise _unusable(url, "the host must have no space")
     elsewhere = {"PGDATABASE", "PGSERVICE"} & os.environ.keys() | {"dbname", "service"} & parsed.query.keys()
     if not parsed.database and not elsewhere:
         if not parsed.username:

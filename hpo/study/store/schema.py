@@ -69,7 +69,7 @@ workers = sa.Table(
     sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
     sa.Column("job", sa.String(128)),  # of the scheduler, see `process.this_job`
     sa.Column("left_out", sa.Text),  # JSON list of precisions missing on its device, by `choice_name`
-    sa.Column("progress", sa.Text),  # JSON of its trial's `hpo.trial.telemetry.Progress`
+    sa.Column("progress", sa.Text),  # JSON of its trial's `hpo.outcome.Progress`
     sa.UniqueConstraint("study", "number"),
 )
 

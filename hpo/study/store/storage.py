@@ -129,7 +129,7 @@ class Storage:
         def open_once() -> sa.Engine:
             try:
                 return open_database(url, create=create, stop=stop)
-            except (*DATABASE_ERRORS, sqlite3.Error, ImportError) as error:
+            except (*DATABASE_ERRORS, sqlite3.Error) as error:
                 explained = explain(url, error)
                 if stop is None or not is_outage(error) or is_wrong_input(error):
                     raise explained from error

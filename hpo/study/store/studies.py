@@ -98,7 +98,7 @@ def _definition(config: StudyConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class StoredStudy:
+class StudyEntry:
     """Facts about a study for a starting worker; their size does not grow with the number of trials."""
 
     definition: dict[str, Any]
@@ -107,7 +107,7 @@ class StoredStudy:
     has_trained: bool  # true if a trial has a checkpoint or an evaluation
 
 
-def read_stored(storage: Storage, name: str) -> StoredStudy | None:
+def read_stored(storage: Storage, name: str) -> StudyEntry | None:
     """Return the stored facts about the study, or None if it does not exist."""
     evaluated = sa.exists().where(evaluations.c.study == name)
     saved = sa.exists().where(claims.c.study == name, claims.c.saved_step > 0)
@@ -119,7 +119,7 @@ def read_stored(storage: Storage, name: str) -> StoredStudy | None:
     rows, has_trained = storage.read(read)
     if not rows:
         return None
-    return StoredStudy(json.loads(rows[0].definition), rows[0].state, storage.trial_counts(name), has_trained)
+    return StudyEntry(json.loads(rows[0].definition), rows[0].state, storage.trial_counts(name), has_trained)
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:

@@ -26,11 +26,12 @@ from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
+from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
-from hpo.study.store.storage import Storage
+from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 
@@ -268,6 +269,21 @@ def test_enqueued_trials_begin_first(storage: Storage) -> None:
         assert opened.trials[0].user_attrs["memo"] == "asked for"
         assert worker.claim().number == 1
     assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 1}
+
+
+def test_rungs_outlive_the_worker(storage: Storage) -> None:
+    config = study(1, pruner={"name": "asha", "min_resource": 1, "reduction_factor": 2})
+    with ExitStack() as stack:
+        for index, value in ((1, 0.5), (2, 0.6), (4, 0.7)):
+            one = stack.enter_context(open_storage(storage.url))
+            opened = create_or_resume_study(one, config)
+            opened.pruner = build_pruner(config.pruner)
+            worker = stack.enter_context(worker_on(one, opened, max_retries=0))
+            assert not evaluate(one, begin(worker)[1], index, value)
+            change_worker(one, worker, process_start="1")
+        (trial,) = storage.load_study("tiny").get_trials()
+    rungs = {key: value for key, value in trial.system_attrs.items() if "rung" in key}
+    assert rungs == {"completed_rung_0": 0.5, "completed_rung_1": 0.6, "completed_rung_2": 0.7}
 
 
 def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +13,11 @@ import fsspec
 import optuna
 import pytest
 import sqlalchemy as sa
-from support.tiny import CPU
+from support.fake_nvml import FakeNvml
+from support.tiny import CPU, GPU
 from support.worker_process import begin, evaluate, run_trials, study, worker_on
 
+from hpo.config.limits import ENERGY
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.errors import DataError, InputError
 from hpo.study.running import open_study as module
@@ -191,6 +196,29 @@ def test_study_without_a_precision_for_this_device_is_not_made(
     with pytest.raises(InputError, match="it runs none of bf16"), open_study(config, sqlite_url, tmp_path):
         pass
     assert not list(tmp_path.glob("hpo.db*"))
+
+
+@pytest.mark.parametrize(
+    ("workers", "uuid", "reason"),
+    [("1", "GPU-0", ""), ("2", "GPU-0", "other workers share this GPU"), ("1", "GPU-1", "Not Found")],
+)
+def test_energy_of_the_gpu_is_checked_before_the_study_is_made(
+    sqlite_url: str,
+    tmp_path: Path,
+    executors: type[FakeExecutor],
+    monkeypatch: pytest.MonkeyPatch,
+    workers: str,
+    uuid: str,
+    reason: str,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": lambda: 1}))
+    monkeypatch.setattr(module, "probe_device", lambda _: replace(GPU, uuid=uuid))
+    monkeypatch.setenv(WORKERS_ON_DEVICE, workers)
+    config = study(objective={"metric": ENERGY, "direction": "minimize"})
+    expected = pytest.raises(InputError, match=reason) if reason else nullcontext()
+    with expected, open_study(config, sqlite_url, tmp_path) as opened:
+        assert opened.executor is executors.made[0]
+    assert bool(list(tmp_path.glob("hpo.db*"))) == (not reason)
 
 
 @pytest.mark.parametrize("changes", [{"training": {"fp_precision": "tf32"}}, {"device": "cuda"}])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def hang(seconds: float, waits: bool) -> None:
 
 def test_hanging_trial_ends_its_process_with_a_traceback() -> None:
     code = "import test_pace; test_pace.hang(600, False)"
-    paths = f"import sys; sys.path[:0] = {sys.path!r}; "
+    paths = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}; "
     found = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, check=False)
     assert found.returncode == -signal.SIGABRT
     assert "made no step for 0 s: this process ends" in found.stderr

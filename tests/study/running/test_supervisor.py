@@ -87,6 +87,17 @@ def test_too_many_restarts_end_the_other_workers(
     assert caplog.text.count("it is started again") == 2
 
 
+def test_restarts_before_the_last_hour_do_not_count(
+    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
+    starts = tmp_path / "starts"
+    program = f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)"
+    assert run(program, shares=TWO[:1]).ended == "elsewhere"
+    assert starts.read_text() == "xxxx"
+
+
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
 def test_failure_shows_the_log_of_this_run(
     run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
@@ -130,6 +141,19 @@ def test_worker_gets_the_storage_of_the_user(
 ) -> None:
     run("import os; print(os.environ['HPO_STORAGE'])", storage_as_given=given)
     assert log_of(tmp_path).splitlines()[-1] == (given or storage.url)
+
+
+@pytest.mark.parametrize("trust", [True, False])
+def test_worker_gets_the_permissions_of_the_user_s_file(
+    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust: bool
+) -> None:
+    """A worker reads the study from the database, and so needs a permission for its paths and code."""
+    monkeypatch.setenv("HPO_ALLOW", "s3://ours")
+    outside = tmp_path / "outside"
+    changes = {"checkpoint": {"location": str(outside)}, "model": {"trust_remote_code": trust}}
+    run("import os, sys; print(os.environ['HPO_ALLOW'], *sys.argv[1:])", study(2, **changes))
+    options = ["--trust-remote-code"] * trust
+    assert log_of(tmp_path).splitlines()[-1].split() == [f"s3://ours:{outside}", *options]
 
 
 @pytest.mark.postgres

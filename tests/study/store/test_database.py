@@ -84,10 +84,22 @@ def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        *((url, "three slashes") for url in ("sqlite://x.db", "sqlite:///x.db,sqlite:///y.db")),
+        *((url, "three slashes") for url in ("sqlite://x.db", "sqlite:x.db", "sqlite:/x.db")),
         *(
-            (url, "no URL")
-            for url in ("sqlite:x.db", "runs/x.db", "me:secret@host/db", "postgresql:/me:secret@h/d")
+            (f"sqlite:///{rest}", "must be one URL")
+            for rest in (
+                "x.db,sqlite:///y.db",
+                "a.db,postgresql://u:secretpw1@h/db",
+                "file:a.db?x=postgresql://u:secretpw1@h/db",
+            )
+        ),
+        *(
+            (path, f"it is no URL. Did you mean `sqlite:///{path}`?")
+            for path in ("hpo.db", "runs/x.db", "/abs/x.sqlite3")
+        ),
+        *(
+            (url, "it is no URL.")
+            for url in ("runs/x", "me:secret@host/db", "postgresql:/me:secret@h/d", "me:secret@x.db")
         ),
         *(
             (f"sqlite://{path}", "must name a file")
@@ -99,7 +111,10 @@ def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         ("sqlite+aiosqlite:///x.db", "the driver `aiosqlite`. Write `sqlite://`"),
         ("postgresql+pg8000://me:secret@host/db", "the driver `pg8000`. Write `postgresql://`"),
         *((url, "must name a database") for url in ("postgresql://host/?password=secret", "postgres://")),
-        *((f"postgresql://me:secret@host:{port}/db", "port") for port in ("port", "", 99999, 0)),
+        *(
+            (f"postgresql://me:secret@host:{port}/db", "the port must be a number")
+            for port in ("port", "", 99999, 0)
+        ),
         ("postgresql://me:secret@ho st/db", "the host must have no space"),
         *(
             (url, "no space around it and no control character")
