@@ -106,18 +106,19 @@ def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
 )
 def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, as_json: bool) -> Answer:
     """Find faults of a database, its studies and checkpoints. Exit code 1: a fault remains."""
-    from hpo.api.opening import RUNS, load_file
+    from hpo.api.opening import RUNS, file_error_first, load_file
     from hpo.cluster.doctor.doctor import examine, summary
     from hpo.study.store.database import shown_url, storage_url
 
     url = storage_url(storage)
     config = load_file(study) if study else None
     findings = []
-    for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
-        findings.append(finding)
-        if not as_json:
-            typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
-            typer.echo(finding.text())
+    with file_error_first(study or ""):
+        for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
+            findings.append(finding)
+            if not as_json:
+                typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
+                typer.echo(finding.text())
     is_left = not all(finding.mended for finding in findings)
     content = {"ok": not is_left, "findings": [finding.as_json() for finding in findings]}
     return Answer(content, summary(findings, shown_url(url)), int(is_left))
