@@ -1,6 +1,6 @@
 """A study in its database: its record, its status and its best trials.
 
-Nothing here imports transformers, so commands such as `hpo status` answer at once.
+Nothing here imports transformers, pandas or plotly, so commands such as `hpo status` start faster.
 """
 
 from __future__ import annotations
