@@ -337,7 +337,7 @@ class Study(ManagedStudy):
 
         Args:
             to: `mlflow`, `tensorboard` or `wandb`.
-            follow: update the tracker until the study ends.
+            follow: update the tracker until the study ends or has had no worker for 10 minutes.
             folder: the folder for the files of tensorboard, and of wandb before it sends them.
         """
         return showing.track(self, to, follow=follow, folder=folder)
