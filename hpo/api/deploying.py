@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,8 +59,9 @@ class DeploymentStopped(RunError):
 
 
 def deploy_best(
-    study: tuple[StudyConfig, Storage],
+    database: Storage,
     record: StudyRecord,
+    config_of: Callable[[StudyRecord], StudyConfig],
     options: DeploymentOptions,
     stop: Stop,
     folder: Path,
@@ -70,6 +71,7 @@ def deploy_best(
     Returns the content of deploy.json. Raises RunError if no trial is complete or has weights.
     """
     trial = best_model_of(record)
+    study = config_of(record), database
     with new_folder(folder, "deploy.json") as staging:
         stored = _deploy(study, trial, options, stop, staging).as_json()
         _finish(stored, staging)

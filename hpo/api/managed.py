@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hpo.api.opening import RUNS, existing_database, is_path, progress_shown
+from hpo.api.opening import RUNS, existing_database, file_error_first, is_path, progress_shown
 from hpo.api.stored import StoredStudy, StudyResult
 from hpo.code import unknown_names_allowed
 from hpo.config.first import fixed_problems
@@ -206,6 +206,10 @@ class ManagedStudy(StoredStudy):
     @contextmanager
     def _stored(self) -> Iterator[tuple[Storage, str]]:
         """Open the database to change the study of the given name, or of the given file."""
-        with progress_shown(quiet=self.quiet), existing_database(self._storage) as database:
+        with (
+            progress_shown(quiet=self.quiet),
+            file_error_first(self._word),
+            existing_database(self._storage) as database,
+        ):
             is_name = self._word and not is_path(self._word)
             yield database, self._word if is_name else self.file.name

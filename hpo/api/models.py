@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -37,12 +38,15 @@ _logger = logging.getLogger(__name__)
 def use_best(
     database: Storage,
     record: StudyRecord,
-    config: StudyConfig,
+    config_of: Callable[[StudyRecord], StudyConfig],
     split: str | None,
     folder: Path | None,
     merge: bool,
 ) -> tuple[StudyRecord, dict[str, Any]]:
-    """Evaluate and export the best trial, see `hpo.Study.use_best`."""
+    """Evaluate and export the best trial, see `hpo.Study.use_best`.
+
+    `config_of` may refuse the code of the study, so it is called after the checks of the record.
+    """
     used: dict[str, Any] = {}
     if folder is not None:
         check_export_folder(folder, study=record.name)
@@ -51,7 +55,7 @@ def use_best(
     if not (best := best_trials(record)):
         return record, used
     trial = best[0]
-    executor, checkpoint = checkpoint_of(config, database, trial)
+    executor, checkpoint = checkpoint_of(config_of(record), database, trial)
     if split is not None:
         used["evaluation"] = _evaluate(database, executor, checkpoint, trial, split)
         record = with_evaluation(record, trial.number, used["evaluation"]["detailed"])
@@ -78,7 +82,7 @@ def _evaluate(
 
 
 def diagnose_checkpoint(
-    database: Storage, record: StudyRecord, config: StudyConfig, number: int
+    database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig], number: int
 ) -> Diagnosis:
     """Run the batch after the last checkpoint of a trial.
 
@@ -88,6 +92,7 @@ def diagnose_checkpoint(
     if chosen is None:
         others = f" {record.num_foreign} more were not made by hpo." if record.num_foreign else ""
         raise InputError(f"Trial {number}: {record.name} has {len(record.trials)}, numbered from 0.{others}")
+    config = config_of(record)
     executor, folder = checkpoint_of(config, database, chosen, kind="step")
     params = decode(config.search_space, chosen.params)
     key = f"{database.study_token(config.name)}/{chosen.number}"
@@ -96,7 +101,7 @@ def diagnose_checkpoint(
 
 
 def trial_to_reproduce(
-    database: Storage, record: StudyRecord, config: StudyConfig
+    database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig]
 ) -> tuple[Executor, RecordedTrial]:
     """Return the record of the best trial, and an executor of its study on the same data.
 
@@ -105,7 +110,7 @@ def trial_to_reproduce(
     if not (best := best_trials(record)):
         raise RunError(f"The study `{record.name}` has no complete trial.")
     trial = best[0]
-    executor = _executor_of(config, database, trial)
+    executor = _executor_of(config_of(record), database, trial)
     evaluations = {row.step: row.metrics for row in trial.evaluations}
     return executor, RecordedTrial(trial.number, trial.params, trial.telemetry, evaluations)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -13,7 +13,14 @@ import typer
 from hpo import code as codes
 from hpo.config.sections import MAX_TRIALS, BudgetConfig
 from hpo.config.study_config import StudyConfig, load_study, stored_study
-from hpo.errors import InputError, NoDatabaseError, NoStudyFileError, StudyFileError, printable
+from hpo.errors import (
+    InputError,
+    NoDatabaseError,
+    NoStudyError,
+    NoStudyFileError,
+    StudyFileError,
+    printable,
+)
 from hpo.study.running.stopping import Stop
 from hpo.study.store.database import URL_FROM_FILE, shown_url, storage_url
 from hpo.study.store.storage import Storage, open_storage
@@ -124,6 +131,17 @@ def load_file(study: str) -> StudyConfig | None:
         if is_path(study):
             raise
         return None
+
+
+@contextmanager
+def file_error_first(study: str) -> Iterator[None]:
+    """Raise the error of an invalid study file, if the database does not have the study."""
+    try:
+        yield
+    except (NoDatabaseError, NoStudyError):
+        with suppress(NoStudyFileError):
+            _ = study and load_study(study)
+        raise
 
 
 def existing_database(storage: str | None, stop: Stop | None = None) -> Storage:

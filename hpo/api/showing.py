@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from hpo.report.dashboard import Dashboard, open_dashboard
 from hpo.report.report import write_report
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import end_of_job, stop_at_end_of_input, stop_on_signals
-from hpo.track.follow import Follower, open_tracker
+from hpo.track.follow import IDLE_SECONDS, Follower, open_tracker
 
 
 def report(study: StoredStudy, folder: str | Path | None = None) -> Path:
@@ -77,7 +78,9 @@ def track(
         tracker = open_tracker(to, record, token, folder or default)
         follower = Follower(lambda: read_study(database, record.name), token, tracker)
         try:
-            shown = follower.follow(stop) if follow else follower.update()
+            # The run that started this command may wait long for its first worker, and ends it itself.
+            idle_seconds = math.inf if with_parent else IDLE_SECONDS
+            shown = follower.follow(stop, idle_seconds) if follow else follower.update()
         finally:
             tracker.close()
         was_stopped = stop.signal is not None

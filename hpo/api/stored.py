@@ -1,6 +1,6 @@
 """A study in its database: its record, its status and its best trials.
 
-Nothing here imports transformers, so commands such as `hpo status` start a few seconds earlier.
+Nothing here imports transformers, pandas or plotly, so commands such as `hpo status` start faster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpo.api.opening import existing_database, is_path, load_file, trust
+from hpo.api.opening import existing_database, file_error_first, is_path, load_file, trust
 from hpo.code import use_code
 from hpo.config.study_config import StudyConfig, load_study, study_of
 from hpo.errors import NoDatabaseError
@@ -95,7 +95,7 @@ class StoredStudy:
 
         A name means the study in the database, if there is one, even if `studies/` has such a file.
         """
-        with existing_database(self._storage) as database:
+        with file_error_first(self._word), existing_database(self._storage) as database:
             yield database, read_study(database, self._name_in(database), brief=brief)
 
     @property

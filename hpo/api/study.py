@@ -263,8 +263,10 @@ class Study(ManagedStudy):
         """
         if merge and folder is None:
             raise InputError("--merge is an option of --export: give --export DIR, too.")
+        if split is None and folder is None:
+            return self.outline, {}
         with progress_shown(quiet=self.quiet), self.opened() as (database, record):
-            return models.use_best(database, record, self.config_of(record), split, folder, merge)
+            return models.use_best(database, record, self.config_of, split, folder, merge)
 
     def reproduce(self, folder: str | Path | None = None) -> Reproduction:
         """Train the best trial again from its record, and compare all metrics and the best weights.
@@ -275,13 +277,13 @@ class Study(ManagedStudy):
         models.check_new_folder(folder)
         with progress_shown(quiet=self.quiet):
             with self.opened() as (database, record):
-                executor, trial = models.trial_to_reproduce(database, record, self.config_of(record))
+                executor, trial = models.trial_to_reproduce(database, record, self.config_of)
             return models.reproduce_in(folder, executor, trial)
 
     def diagnose(self, trial: int) -> Diagnosis:
         """Name the operator that broke trial number `trial`, and the remedy. Changes nothing in the study."""
         with progress_shown(quiet=self.quiet), self.opened() as (database, record):
-            return models.diagnose_checkpoint(database, record, self.config_of(record), trial)
+            return models.diagnose_checkpoint(database, record, self.config_of, trial)
 
     def compare(
         self,
@@ -322,7 +324,7 @@ class Study(ManagedStudy):
         chosen = deploying.DeploymentOptions(**options)
         with self._stopping(timeout=chosen.timeout) as stop, self.opened() as (database, record):
             to = Path(folder or RUNS / record.name / "deploy")
-            stored = deploying.deploy_best((self.config_of(record), database), record, chosen, stop, to)
+            stored = deploying.deploy_best(database, record, self.config_of, chosen, stop, to)
             return stored | {"folder": str(to), "was_stopped": stop.is_set()}
 
     def dashboard(self, port: int = 8080, host: str = "127.0.0.1") -> AbstractContextManager[Dashboard]:
@@ -337,7 +339,7 @@ class Study(ManagedStudy):
 
         Args:
             to: `mlflow`, `tensorboard` or `wandb`.
-            follow: update the tracker until the study ends.
+            follow: update the tracker until the study ends or has had no worker for 10 minutes.
             folder: the folder for the files of tensorboard, and of wandb before it sends them.
         """
         return showing.track(self, to, follow=follow, folder=folder)

@@ -58,7 +58,7 @@ def submit(
     STUDY may also be a name in the database: that study continues, with --n-trials trials if given. The jobs
     need a database server in reach of all nodes. They end with the study.
     """
-    from hpo.api.opening import RUNS, existing_database, file_given, load_file
+    from hpo.api.opening import RUNS, existing_database, file_error_first, file_given, load_file
     from hpo.cluster.batch.launch import Launch
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
     from hpo.code import code_in_use, trust
@@ -86,7 +86,7 @@ def submit(
     script = array.script()  # refuses options that contradict each other, before the study is made
     if options["dry_run"]:
         if config is None:  # then it must be in the database
-            with existing_database(options.get("storage")) as database:
+            with file_error_first(study), existing_database(options.get("storage")) as database:
                 database.check_study(study)
         return Answer({"study": name, "script": script}, script)
     return _submit(study, array, options.get("n_trials"), quiet=as_json)

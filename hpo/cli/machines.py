@@ -29,6 +29,7 @@ from hpo.errors import InputError, RunError
 from hpo.study.running.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
+    from hpo.api.managed import ManagedStudy
     from hpo.cluster.postgres.postgres_server import PostgresServer
 
 database = typer.Typer(help="Start and stop a private PostgreSQL.", no_args_is_help=True)
@@ -63,32 +64,34 @@ def studies(storage: str | None = None) -> Answer:
     return Answer([one.as_json() for one in overviews], overview(overviews))
 
 
-@stored_study_command()
-def pause(study: hpo.Study) -> Any:
+@stored_study_command(needs_models=False)
+def pause(study: ManagedStudy) -> Any:
     """Pause a study: its workers checkpoint their trials and leave."""
     return study.pause()
 
 
-@stored_study_command()
-def resume(study: hpo.Study) -> Any:
+@stored_study_command(needs_models=False)
+def resume(study: ManagedStudy) -> Any:
     """Open a paused or cancelled study again. Start its workers anew."""
     return study.resume()
 
 
-@stored_study_command()
-def cancel(study: hpo.Study) -> Any:
+@stored_study_command(needs_models=False)
+def cancel(study: ManagedStudy) -> Any:
     """Pause a study and end its unfinished trials."""
     return study.cancel()
 
 
-@stored_study_command(to=option(str, "URL", "The other database, in the form of --storage."))
-def copy(study: hpo.Study, to: str) -> Any:
+@stored_study_command(
+    needs_models=False, to=option(str, "URL", "The other database, in the form of --storage.")
+)
+def copy(study: ManagedStudy, to: str) -> Any:
     """Copy a whole study to another database; the copy uses the same checkpoints."""
     return study.copy(to)
 
 
-@stored_study_command(yes=flag("--yes", "Do not ask."))
-def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
+@stored_study_command(needs_models=False, yes=flag("--yes", "Do not ask."))
+def delete(study: ManagedStudy, *, yes: bool, as_json: bool) -> Any:
     """Remove a study from the database, and its checkpoints from this machine."""
 
     def confirm(description: str) -> None:
@@ -106,18 +109,19 @@ def delete(study: hpo.Study, *, yes: bool, as_json: bool) -> Any:
 )
 def doctor(study: str | None = None, storage: str | None = None, *, fix: bool, as_json: bool) -> Answer:
     """Find faults of a database, its studies and checkpoints. Exit code 1: a fault remains."""
-    from hpo.api.opening import RUNS, load_file
+    from hpo.api.opening import RUNS, file_error_first, load_file
     from hpo.cluster.doctor.doctor import examine, summary
     from hpo.study.store.database import shown_url, storage_url
 
     url = storage_url(storage)
     config = load_file(study) if study else None
     findings = []
-    for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
-        findings.append(finding)
-        if not as_json:
-            typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
-            typer.echo(finding.text())
+    with file_error_first(study or ""):
+        for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
+            findings.append(finding)
+            if not as_json:
+                typer.secho(f"warning ({finding.check})", fg="yellow", bold=True)
+                typer.echo(finding.text())
     is_left = not all(finding.mended for finding in findings)
     content = {"ok": not is_left, "findings": [finding.as_json() for finding in findings]}
     return Answer(content, summary(findings, shown_url(url)), int(is_left))

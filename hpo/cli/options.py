@@ -140,7 +140,7 @@ def command(
     """Make a function a command with the options `names` of `OPTIONS` and its `own`.
 
     With `of_study`, the type of the argument STUDY, the function receives a `hpo.Study` first. It receives a
-    `StoredStudy`, which is imported much faster, without `needs_models`, or without all options in it. A
+    `ManagedStudy`, which is imported much faster, without `needs_models`, or without all options in it. A
     function that prints by itself takes `as_json`.
     """
     if of_study is not None:
@@ -182,10 +182,10 @@ stored_study_command = functools.partial(command, of_study=StoredStudyArgument)
 def _study(given: dict[str, Any], *, quiet: bool, is_whole: bool) -> Any:
     """Take the study's arguments out of `given` and return the study."""
     arguments = {name: given.pop(name) for name in ("study", "storage", "trust_remote_code") if name in given}
-    from hpo.api.stored import StoredStudy
+    from hpo.api.managed import ManagedStudy
     from hpo.memory import collector_paused
 
-    study = StoredStudy(**arguments, quiet=quiet)  # refuses a wrong file before the slow imports
+    study = ManagedStudy(**arguments, quiet=quiet)  # refuses a wrong file before the slow imports
     if not is_whole:
         return study
     with collector_paused():

@@ -174,7 +174,7 @@ def dashboard(study: StoredStudy, *, as_json: bool, **options: Any) -> None:
 @study_command(
     needs_models=False,
     to=option(TrackerName, "NAME", "mlflow, tensorboard or wandb; set its location by its own variables."),
-    follow=flag("--follow", "Update until the end of the study."),
+    follow=flag("--follow", "Update until the study ends or has had no worker for 10 minutes."),
     folder=folder("Files of tensorboard and of wandb.", default="runs/STUDY/tensorboard, runs/STUDY"),
     with_parent=flag("--with-parent", "End at the end of the standard input.", hidden=True),
 )

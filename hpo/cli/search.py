@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from hpo.cli.options import (
     stored_study_command,
     study_command,
 )
+
+if TYPE_CHECKING:
+    from hpo.api.managed import ManagedStudy
 
 
 @study_command("n_trials", "hours", *WORK)
@@ -84,8 +87,10 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
     return Answer(record, trial(record), codes.get(result.outcome, 1))
 
 
-@stored_study_command("params", whole=flag("--whole", "Run the trial to its end, without pruning."))
-def enqueue(study: hpo.Study, **options: Any) -> Any:
+@stored_study_command(
+    "params", needs_models=False, whole=flag("--whole", "Run the trial to its end, without pruning.")
+)
+def enqueue(study: ManagedStudy, **options: Any) -> Any:
     """Queue a configuration; the sampler fills in the rest.
 
     It becomes one of the study's trials, after the configurations before it in the queue.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from hpo.data.dataset import DataSet
+from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, kind_of
@@ -71,8 +72,8 @@ class TaskFacts:
     """Number of rows of each class, or of spans of each span name; 0 included."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Minimum, mean, std and maximum of a regression's targets."""
-    odd_spans: str | None = None
-    """Warning about spans with an end inside a word or at a space, if there are many."""
+    odd_spans: OddSpans | None = None
+    """Spans with an end inside a word or at a space, if there are many."""
 
     @property
     def counts_spans(self) -> bool:

@@ -22,7 +22,7 @@ from hpo.config.study_file import show
 from hpo.data.examples import RowChecker, problem_list
 from hpo.data.hub import hub_readers
 from hpo.data.sources import SPLITS, Reader, file_readers, located, nearest_file, own_readers
-from hpo.data.span_ends import SpanEnds
+from hpo.data.span_ends import OddSpans, SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError, InputError, did_you_mean
@@ -51,9 +51,9 @@ class DataSet:
     span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
     """Counts of the raw spans of each task, in all splits."""
 
-    def odd_spans(self, task: str) -> str | None:
-        """Return a warning if many spans of a task have an end inside a word or at a space."""
-        return self.span_ends[task].warning() if task in self.span_ends else None
+    def odd_spans(self, task: str) -> OddSpans | None:
+        """Return the spans of a task with an end inside a word or at a space, if there are many."""
+        return self.span_ends[task].odd() if task in self.span_ends else None
 
 
 def load_data(config: DataConfig) -> DataSet:

@@ -14,6 +14,26 @@ _FEWEST, _SHARE = 3, 0.05
 """Smallest number and share of odd spans in a report."""
 
 
+@dataclass(frozen=True)
+class OddSpans:
+    """Many spans of one task with an end inside a word or at a space."""
+
+    num_spans: int
+    """Number of all spans of the task."""
+    num_odd: int
+    row: str
+    """Id of the row of the first odd span."""
+    excerpt: str
+    """The first odd span in brackets, and the text around it."""
+
+    def __str__(self) -> str:
+        share = f"{self.num_odd:,} of {self.num_spans:,} spans ({100 * self.num_odd / self.num_spans:.1f} %)"
+        return (
+            f"{share} begin or end inside a word or at a space, as in `{self.excerpt}` (row `{self.row}`). "
+            "Offsets must count characters from 0, and the end is one past the last character."
+        )
+
+
 @dataclass
 class SpanEnds:
     """Counts of one task's raw spans, with white space at their ends."""
@@ -21,31 +41,29 @@ class SpanEnds:
     num_spans: int = 0
     num_odd: int = 0
     """Number of spans with an end inside a word or at a space."""
-    example: str = ""
-    """The first odd span in brackets, the text around it, and the id of its row."""
+    row: str = ""
+    """Id of the row of the first odd span."""
+    excerpt: str = ""
 
     def add(self, row_id: str, text: str, start: int, end: int) -> None:
         self.num_spans += 1
         if _is_odd(text, start, end):
             if not self.num_odd:
                 around = f"{text[max(0, start - 15) : start]}[{text[start:end]}]{text[end : end + 15]}"
-                self.example = f"`{' '.join(around.splitlines())}` (row `{row_id}`)"
+                self.row, self.excerpt = row_id, " ".join(around.splitlines())
             self.num_odd += 1
 
     def merge(self, other: SpanEnds) -> None:
+        if not self.num_odd:
+            self.row, self.excerpt = other.row, other.excerpt
         self.num_spans += other.num_spans
         self.num_odd += other.num_odd
-        self.example = self.example or other.example
 
-    def warning(self) -> str | None:
-        """Return a warning if there are many odd spans."""
+    def odd(self) -> OddSpans | None:
+        """Return the odd spans if there are many."""
         if self.num_odd < max(_FEWEST, _SHARE * self.num_spans):
             return None
-        share = f"{self.num_odd:,} of {self.num_spans:,} spans ({100 * self.num_odd / self.num_spans:.1f} %)"
-        return (
-            f"{share} begin or end inside a word or at a space, as in {self.example}. Offsets must count "
-            "characters from 0, and the end is one past the last character."
-        )
+        return OddSpans(self.num_spans, self.num_odd, self.row, self.excerpt)
 
 
 def _is_odd(text: str, start: int, end: int) -> bool:

@@ -86,14 +86,19 @@ class Facts:
         return excludable_loss(self.row_bound, self.num_rows)
 
     def limit(self, question: Question) -> str:
-        """State the losses that the rows cannot exclude, and the number of rows for the margin."""
+        """State the losses that the rows cannot exclude, and the number of rows for the margin.
+
+        An infinite margin: nothing is judged, so the best precision of a score is stated.
+        """
         if math.isinf(self.row_bound):
             return f"The effect of one row on {question.metric_name} is unknown, so no loss can be excluded."
         least = math.ceil(100 * self.excludable) / 100
-        text = (
-            f"With {self.num_rows:,} labelled {question.rows}, losses under {least:g} {question.unit} cannot "
-            "be excluded."
-        )
+        text = f"With {self.num_rows:,} labelled {question.rows}, "
+        is_any = question.unit == "points" and least >= 100
+        if math.isinf(question.margin):
+            return f"{text}a score is known to {100 if is_any else least:g} {question.unit} at best."
+        losses = "no loss can" if is_any else f"losses under {least:g} {question.unit} cannot"
+        text += f"{losses} be excluded."
         if question.margin <= self.excludable:
             num = rows_needed(self.row_bound, question.margin)
             text += f" A margin of {question.margin:g} needs {num:,} such rows."
@@ -309,17 +314,20 @@ def _sentence(question: Question, verdict: Verdict, assumptions: Sequence[str]) 
 
 
 def _condition(question: Question, verdict: Verdict) -> str:
-    """The share of large losses that makes `as_good` wrong, and the share excluded by the runs."""
-    collapses = verdict.collapses
+    """The share of large losses that makes `as_good` wrong, and the largest share possible after the runs."""
+    collapses, unit = verdict.collapses, question.unit
     size = collapses.size if collapses else _LOST_POINTS
-    if not collapses and question.unit != "points":
-        return ""
-    event = "collapse to the baseline, a loss of" if collapses else "lose"
-    share = 100 * min(question.margin / size, 1)
+    share, lost = f"{100 * min(question.margin / size, 1):.2g}%", f"{_number(size, unit)} {unit}"
+    if collapses:
+        event = f"collapse to the baseline, a loss of {lost}"
+    elif unit == "points":
+        event = f"lose {lost}"
+    else:
+        share, event = f"{question.margin:g} / d", f"lose d {unit}, for any d"
     possible = 100 * collapse_share(verdict.num_runs, collapses.num_collapsed if collapses else 0)
     return (
-        f"This holds only if fewer than {share:.2g}% of runs {event} {_number(size, question.unit)} "
-        f"{question.unit}; these {verdict.num_runs} runs exclude no share below {possible:.0f}%."
+        f"This holds only if fewer than {share} of runs {event}; with these {verdict.num_runs} runs, up to "
+        f"{possible:.0f}% of runs may collapse."
     )
 
 

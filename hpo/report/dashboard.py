@@ -76,7 +76,8 @@ def study_note(tables: StudyTables) -> str:
     for trial in tables.best:
         warned = [text for one in evaluations_of(trial) for text in one.warnings]
         lines += [*_markdown(warned), f"In full: `hpo report {record.name}`."] if trial.detailed else []
-    lines += ["## By requested precision", _markdown_table(precision_table(tables))] if record.trials else []
+    if rows := precision_table(tables):  # none: all trials wait or are invalid
+        lines += ["## By requested precision", _markdown_table(rows)]
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)
     notices = [f"{notice.text} {notice.advice}" for notice in caveats(tables)]
     notices.append(

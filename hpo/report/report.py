@@ -207,7 +207,7 @@ def _facts(tables: StudyTables) -> list[str]:
         f"{plural(len(record.trials), 'trial')}, {len(tables.complete)} complete.",
         *limit_messages(record),
         *budget_messages(record),
-        f"{progress_message(record.counts, has_budget='budget' in record.definition)}.",
+        f"{progress_message(record.counts, has_budget=record.definition.get('budget') is not None)}.",
         *filter(None, [paused_message(record)]),
         f"Time in trials: {format_seconds(float(tables.trials['seconds'].sum()))}.",
         f"Ran on: {'; '.join(environments) or UNKNOWN}.",

@@ -1,6 +1,6 @@
 """State of a study in numbers: trials by outcome, budget, workers, rate, estimated end.
 
-Nothing slow is imported here: `hpo status` may be called every few seconds.
+Nothing here imports transformers, pandas or plotly, so `hpo status` starts faster.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def budget_status(record: StudyRecord, ahead: Outlook | None = None) -> dict[str
             if not concerns_precision(trial.outcome, trial.telemetry):
                 continue
             requested = trial.telemetry.get("precision", {}).get("requested") or trial.params.get(PRECISION)
-            by_precision[requested or "unknown"] += seconds / 3600
+            by_precision[requested or "not known yet"] += seconds / 3600
     spent, hours = sum(record.spent.values()) / 3600, BudgetConfig.model_validate(definition).hours
     return {
         "hours": hours,

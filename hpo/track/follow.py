@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,8 @@ from hpo.versions import install_hint
 
 UPDATE_SECONDS = 5.0
 """Time between two updates, or 20 times the time to read the study if this is longer."""
+IDLE_SECONDS = 600.0
+"""Longest wait for a worker. Perhaps no device can run the trials left, or the time of the run is over."""
 
 _logger = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ class Shown:
     """Number of trials added or changed by this command."""
     is_over: bool
     """True if the study has ended."""
+    idle_seconds: float
+    """Time since the last new heartbeat of a worker."""
 
 
 class Follower:
@@ -72,6 +77,8 @@ class Follower:
         self._digests: dict[str, str] = {}
         self._changed: set[str] = set()
         self._read_seconds = 0.0
+        self._heartbeats: dict[str, datetime] = {}
+        self._heard = time.monotonic()
 
     def update(self, *, is_last: bool = True) -> Shown:
         """Show the present state of the study, with its report if `is_last`. Raises TrackerError."""
@@ -89,7 +96,11 @@ class Follower:
                 study = replace(study, facts={**study.facts, "report_of": report_of})
                 write = partial(write_files, record)
             self._show(study, write)
-        return Shown(len(runs), len(self._changed), is_over(record))
+        # The clock of the database may be set, so the time between two heartbeats is measured here.
+        heartbeats = {worker.id: worker.last_seen for worker in record.workers}
+        if heartbeats != self._heartbeats:
+            self._heartbeats, self._heard = heartbeats, time.monotonic()
+        return Shown(len(runs), len(self._changed), is_over(record), time.monotonic() - self._heard)
 
     def _show(self, run: Run, write: Callable[[Path], None] | None = None) -> bool:
         if self._digests.get(run.key) == run.digest:
@@ -98,8 +109,8 @@ class Follower:
         self._digests[run.key] = run.digest
         return has_changed
 
-    def follow(self, stop: threading.Event) -> Shown:
-        """Update the tracker until the study has ended or `stop` is set.
+    def follow(self, stop: threading.Event, idle_seconds: float = IDLE_SECONDS) -> Shown:
+        """Update the tracker until the study has ended, `stop` is set, or no worker was live for some time.
 
         If the tracker is unreachable, log this once and try again. Raises TrackerError if the last update
         fails.
@@ -120,6 +131,13 @@ class Follower:
                     _logger.warning("The tracker is back.")
                 is_away = False
                 if is_last or shown.is_over:
+                    return shown
+                if shown.idle_seconds > idle_seconds:
+                    _logger.warning(
+                        "The study has trials left, but had no worker for %g s. Start a worker and this "
+                        "command again: it adds new trials and changes.",
+                        idle_seconds,
+                    )
                     return shown
             stop.wait(max(UPDATE_SECONDS, 20 * self._read_seconds))
 

@@ -15,7 +15,7 @@ from support.command_line import PYTHON_PATH, hpo_command, ok, saved_steps
 from support.tiny import write_study
 
 import hpo
-from hpo.errors import InputError, StorageError, StudyChangedError
+from hpo.errors import HpoError, InputError, StorageError, StudyChangedError
 from hpo.precision.table import apply_preset
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.studies import create_or_resume_study
@@ -97,6 +97,24 @@ def test_a_mapping_is_a_study(folder: Path, capsys: pytest.CaptureFixture[str]) 
         hpo.Study({**content, "search_spac": {}, "n_trials": 0})
 
 
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("evaluate", (), "The study `tiny` has no complete trial."),
+        ("reproduce", (), "The study `tiny` has no complete trial."),
+        ("deploy", (), "the study tiny has no complete trial yet"),
+        ("diagnose", (3,), "Trial 3: tiny has 0"),
+    ],
+)
+def test_a_missing_trial_is_named_before_a_changed_file(
+    folder: Path, method: str, arguments: tuple[int, ...], message: str
+) -> None:
+    hpo.Study(write_study(folder), quiet=True).init()
+    changed = hpo.Study(write_study(folder, search_space=SPACE), quiet=True)
+    with pytest.raises(HpoError, match=message):
+        getattr(changed, method)(*arguments)
+
+
 def test_an_interrupt_checkpoints_the_trial(folder: Path) -> None:
     """SIGINT, like a notebook's stop button."""
     write_study(folder, n_trials=1, training={"max_steps": 4000, "batch_size": 8, "max_length": 64})
@@ -138,6 +156,7 @@ def test_the_best_model_is_evaluated_and_exported(
     reads = []
     load_data = parts.load_data
     monkeypatch.setattr(parts, "load_data", lambda *of: reads.append(of) or load_data(*of))
+    assert (study.use_best()[1], reads) == ({}, [])
     record, used = study.use_best(split="test", folder=tmp_path / "model")
     assert len(reads) == 1
     number = study.best()[0].number

@@ -25,29 +25,44 @@ from hpo.study.running.stopping import stop_on_signals
 from hpo.study.store.storage import open_storage
 
 
-def slow_modules_after(*arguments: str) -> set[str]:
-    """Run `hpo` in a new process and return its imported modules that take long."""
-    names = ("torch", "transformers", "pandas", "sklearn", "scipy", "plotly", "optuna", "sqlalchemy")
+def slow_modules_after(folder: Path, *arguments: str) -> set[str]:
+    """Run `hpo` in a new process in `folder` and return its imported modules that take long."""
+    names = (
+        *("torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "plotly"),
+        *("optuna", "sqlalchemy"),
+    )
     code = (
         f"import sys, hpo.cli.commands\nsys.argv = ['hpo', *{arguments}]\n"
         "try: hpo.cli.commands.main()\nexcept SystemExit: pass\n"
         f"print([name for name in {names} if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     return set(ast.literal_eval(done.stdout.splitlines()[-1]))
 
 
-def test_help_imports_no_slow_module() -> None:
-    assert slow_modules_after("run", "--help") == set()
+def test_help_imports_no_slow_module(tmp_path: Path) -> None:
+    assert slow_modules_after(tmp_path, "run", "--help") == set()
 
 
-@pytest.mark.parametrize("command", ["status", "best"])
-def test_status_and_best_import_no_models(folder: Path, command: str) -> None:
-    """Also if they show a detailed evaluation."""
-    storage = f"sqlite:///{folder}/runs/hpo.db"
-    found = slow_modules_after(command, "tiny", "--storage", storage)
-    assert not found & {"transformers", "plotly"}
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "tiny"),
+        ("best", "tiny"),
+        ("pause", "tiny"),
+        ("enqueue", "tiny", "-p", "learning_rate=1e-4"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_command_without_models_imports_no_slow_module(
+    folder: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """`best` needs pandas for its caveats, but no models."""
+    found = slow_modules_after(tmp_path, *arguments, "--storage", f"sqlite:///{folder}/runs/hpo.db")
+    assert not found & {"transformers", "datasets", "plotly"}
+    assert "pandas" not in found or arguments[0] == "best"
     assert "sqlalchemy" in found
 
 

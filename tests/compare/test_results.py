@@ -77,7 +77,7 @@ def test_no_loss_is_as_good_and_the_fastest_is_recommended() -> None:
     assert row["low"] > -0.5
     assert (row["baseline"], row["fp32"]) == (0, pytest.approx(78, abs=3))
     assert row["collapse_share"] == pytest.approx(1 - 0.05 ** (1 / 6))
-    assert "these 6 runs exclude no share below 39%" in row["sentence"]
+    assert "; with these 6 runs, up to 39% of runs may collapse." in row["sentence"]
     assert f"fewer than {50 / (row['fp32'] - row['baseline']):.2g}% of runs collapse" in row["sentence"]
     assert "wrong in at most 2.5% of comparisons" in found["error"]
     assert found["recommendation"] == (

@@ -12,6 +12,7 @@ from support.jsonl_sets import load_set, write_set
 from hpo.config.study_config import StudyConfig
 from hpo.data.advice import data_advice
 from hpo.data.checks import CutFacts, DataFacts, Leak, LengthFacts, SplitFacts, TaskFacts
+from hpo.data.span_ends import OddSpans
 
 SPLITS = ("train", "validation")
 ROWS = dict.fromkeys(SPLITS, 100)
@@ -107,7 +108,11 @@ BOTH = {"calm": 1, "angry": 1}
             "validation has no `score`",
         ),
         ([task(BOTH, "multi_label", num_empty={"train": 99})], CSV, "set `data.csv.empty: unlabelled`."),
-        ([task(BOTH, odd_spans="odd")], {}, "`tone`: odd"),
+        (
+            [task(BOTH, odd_spans=OddSpans(9, 4, "r2", "[Ann]a"))],
+            {},
+            "`tone`: 4 of 9 spans (44.4 %) begin or",
+        ),
     ],
 )
 def test_a_fault_of_the_data_is_reported(facts: list[TaskFacts], more: dict[str, Any], text: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.jsonl_sets import load_set, write_set
 
 from hpo.data.checks import data_facts
-from hpo.data.span_ends import SpanEnds
+from hpo.data.span_ends import OddSpans, SpanEnds
 
 
 @pytest.mark.parametrize(
@@ -42,11 +42,22 @@ def test_few_odd_spans_are_not_reported() -> None:
     ends = SpanEnds()
     for number in range(100):
         ends.add(f"row{number}", "Annabel", 0, 3 if number < 4 else 7)
-    assert ends.warning() is None
+    assert ends.odd() is None
     ends.add("row", "Annabel", 0, 3)
     ends.add("row", "Annabel", 0, 3)
-    assert str(ends.warning()).startswith("6 of 102 spans (5.9 %) begin or end inside a word or at a space, ")
-    assert "as in `[Ann]abel` (row `row0`)" in str(ends.warning())
+    assert str(ends.odd()).startswith("6 of 102 spans (5.9 %) begin or end inside a word or at a space, ")
+    assert "as in `[Ann]abel` (row `row0`)" in str(ends.odd())
+
+
+def test_sources_share_the_first_odd_span() -> None:
+    ends, other, last = SpanEnds(), SpanEnds(), SpanEnds()
+    ends.add("r0", "Annabel", 0, 7)
+    for row in ("r1", "r2"):
+        other.add(row, "so Ann", 2, 6)
+        last.add(row, "Annabel", 0, 3)
+    for one in (other, last):
+        ends.merge(one)
+    assert ends.odd() == OddSpans(num_spans=5, num_odd=4, row="r1", excerpt="so[ Ann]")
 
 
 def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
@@ -54,8 +65,7 @@ def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
     rows = [{"id": f"r{n}", "text": "so Ann\nmet", "spans": {"name": [[2, 5]]}} for n in range(4)]
     write_set(tmp_path, tasks, train=rows, validation=[{**row, "id": f"v{row['id']}"} for row in rows])
     (task,) = data_facts(load_set(tmp_path)).tasks
-    assert str(task.odd_spans).startswith("8 of 8 spans")
-    assert "as in `so[ An]n met` (row `r0`)" in str(task.odd_spans)
+    assert task.odd_spans == OddSpans(num_spans=8, num_odd=8, row="r0", excerpt="so[ An]n met")
 
 
 @pytest.mark.parametrize("name", ["snips", "squad2", "nlupp", "sgd"])

@@ -85,6 +85,14 @@ def test_note_has_the_best_trial_warnings_and_caveats() -> None:
     assert "In full" not in study_note(fake_tables())
 
 
+def test_note_of_a_study_without_a_row_by_precision() -> None:
+    waiting = dataclasses.replace(fake_trial(0, "fp32"), state="WAITING", outcome="waiting", telemetry={})
+    invalid = dataclasses.replace(fake_trial(1, "fp32"), outcome="invalid", values=None, telemetry={})
+    note = study_note(tables_of([waiting, invalid]))
+    assert "2 trials, none complete." in note
+    assert "By requested precision" not in note
+
+
 def test_names_in_the_note_are_escaped() -> None:
     trial = fake_trial(0, "fp32")
     trial.params["encoder"] = "a|b\n# [c](javascript:1) <img> `<b>|` `"

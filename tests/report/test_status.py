@@ -49,13 +49,14 @@ def test_no_estimate_without_a_live_worker_or_an_ended_trial() -> None:
     assert (status["trials_per_hour"], status["estimated_end"], status["best"]) == (None, None, [])
 
 
-def test_time_of_an_invalid_trial_counts_for_no_precision() -> None:
+def test_time_by_precision_omits_invalid_trials() -> None:
     trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16"), fake_trial(2, "bf16", "invalid")]
-    given = record(*trials, definition={"budget": {"hours": 9.0}}, spent={0: 3600.0, 1: 3600.0, 2: 7200.0})
-    budget = study_status(given)["budget"]
-    assert budget["by_precision"] == {"fp32": 1.0, "bf16": 1.0}
-    assert budget["by_outcome"] == {"complete": 2.0, "invalid": 2.0}
-    assert (budget["spent_hours"], budget["left_hours"]) == (4.0, 5.0)
+    trials.append(replace(fake_trial(3, "fp32", "running"), params={}, telemetry={}))
+    spent = {0: 3600.0, 1: 3600.0, 2: 7200.0, 3: 1800.0}
+    budget = study_status(record(*trials, definition={"budget": {"hours": 9.0}}, spent=spent))["budget"]
+    assert budget["by_precision"] == {"fp32": 1.0, "bf16": 1.0, "not known yet": 0.5}
+    assert budget["by_outcome"] == {"complete": 2.0, "invalid": 2.0, "running": 0.5}
+    assert (budget["spent_hours"], budget["left_hours"]) == (4.5, 4.5)
 
 
 def test_status_imports_no_slow_module() -> None:

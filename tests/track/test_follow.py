@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import logging
 import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
+import pytest
+from support.study_records import record_of
 from support.tracked_study import TELEMETRY, TrackedStudy
 
+from hpo.study.reading.study_record import StudyRecord, WorkerRecord
+from hpo.track import follow
 from hpo.track.follow import Follower
 from hpo.track.runs import Run, runs_of
 
@@ -42,6 +49,57 @@ def test_follow_ends_with_report_of_study(tracked: TrackedStudy) -> None:
     follower = Follower(lambda: tracked.record, tracked.storage.study_token(tracked.name), tracker)
     assert follower.follow(threading.Event()).is_over
     assert "report_of" in tracker.shown[-1].facts
+
+
+class StopAfter(threading.Event):
+    """Set after this number of waits, which take no time."""
+
+    def __init__(self, waits: int) -> None:
+        super().__init__()
+        self.waits_left = waits
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
+        self.waits_left -= 1
+        if not self.waits_left:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize("has_worker", [False, True])
+def test_follow_ends_without_a_live_worker(
+    tracked: TrackedStudy, caplog: pytest.LogCaptureFixture, has_worker: bool
+) -> None:
+    """Trials are left, for example of a grid for a missing device."""
+    tracked.run("complete")
+    if has_worker:
+        tracked.leave_running(alive=True)
+    tracker, stop = FakeTracker(), StopAfter(3)
+    follower = Follower(lambda: tracked.record, tracked.storage.study_token(tracked.name), tracker)
+    with caplog.at_level(logging.WARNING):
+        shown = follower.follow(stop, follow.IDLE_SECONDS if has_worker else 1e-9)
+    assert not shown.is_over
+    assert "trial 0" in [run.name for run in tracker.shown]
+    assert stop.is_set() is has_worker
+    assert ("had no worker for" in caplog.text) is not has_worker
+
+
+def test_idle_seconds_ignore_changes_of_the_database_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is set by a day. The only worker is live until then."""
+    now, day = [0.0], timedelta(days=1)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
+    seen = datetime(2026, 1, 1, tzinfo=UTC)
+    times = iter([seen, seen, seen + day, seen + day])
+
+    def read() -> StudyRecord:
+        worker = WorkerRecord("w", "node", 7, next(times), alive=False, trial_number=None)
+        worker = replace(worker, silent_seconds=day.total_seconds())
+        return record_of([], workers=[worker])
+
+    follower, idle = Follower(read, "token", FakeTracker()), []
+    for _ in range(4):
+        idle.append(follower.update().idle_seconds)
+        now[0] += 10.0
+    assert idle == [0.0, 10.0, 0.0, 10.0]
 
 
 def test_empty_reason_replaces_earlier_reason(tracked: TrackedStudy) -> None:
