@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
-from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits, check_energy, violations
+from hpo.config.limits import ENERGY, broken_limits, check_energy, violations
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
@@ -55,7 +55,7 @@ from hpo.training.metrics import score
 from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
-from hpo.trial.objectives import check_metrics, limited_values, objective_value, undefined_metric
+from hpo.trial.objectives import check_metrics, limited_values
 from hpo.trial.parts import TrialLoader, build_trial, fit_pruner
 from hpo.trial.run import TrialRun
 from hpo.trial.telemetry import Callbacks, TrialRecorder, device_facts
@@ -263,7 +263,7 @@ class Executor:
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
         with lost_device_raised(self.device):
-            self._check_metrics()
+            self._check_own_metrics()
             for named in _to_check(space):
                 try:
                     self._check_parts(lowest_values | named)
@@ -272,20 +272,8 @@ class Executor:
                         raise
                     self._check_parts(others | named)
 
-    def _check_metrics(self) -> None:
-        """Raise InputError for an objective or a limit without a value, or an error of the study's metrics.
-
-        The metrics are called with right predictions, and with equal ones. For equal ones they may be
-        undefined.
-        """
-        right, tasks = self.loader.right_metrics, self.tasks
-        for name in [name for name in self.study.named_metrics if name not in MEASURED_METRICS]:
-            if missing := undefined_metric(name, right, tasks):
-                raise InputError(
-                    f"the metric {missing} must have a value where all predictions are right, but on the "
-                    "validation split it has none. Use another metric, or more rows."
-                )
-            objective_value(name, right, tasks, {})
+    def _check_own_metrics(self) -> None:
+        """Call the metrics of the study's own code with equal predictions; they may be undefined there."""
         for task in self.tasks:
             if metrics_of(task.kind) and task.level == "sequence":
                 rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
