@@ -64,7 +64,7 @@ from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
-CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it."
+CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it.%s"
 
 
 class Executor:
@@ -303,9 +303,7 @@ class Executor:
                     "of this study's data are not finite, in fp32 and before any training; first: "
                     f"{side.origin()['first_nonfinite'] or 'not known'}."
                 )
-            by_token = [task.name for task in parts.model.tasks if task.level == "token"]
-            if by_token and is_causal(parts.model.encoder):
-                _logger.warning(CAUSAL, type(parts.model.encoder).__name__, ", ".join(by_token))
+            _warn_if_causal(parts.model)
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
@@ -322,6 +320,15 @@ class Executor:
             for names in getattr(searched, "choices", ()):
                 if names != AUTO:
                     set_float32_parts(model, names)
+
+
+def _warn_if_causal(model: MultitaskModel) -> None:
+    by_token = [task for task in model.tasks if task.level == "token"]
+    if by_token and is_causal(model.encoder):
+        first = {marked for task in by_token if (marked := kind_of(task).at_first_token)}
+        more = f" The first token, where `{'`, `'.join(first)}` is marked, knows nothing of the text."
+        names = ", ".join(task.name for task in by_token)
+        _logger.warning(CAUSAL, type(model.encoder).__name__, names, more if first else "")
 
 
 def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
