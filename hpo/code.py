@@ -208,7 +208,10 @@ def is_in_use(code: object) -> bool:
 
 @contextmanager
 def unknown_names_allowed(code: object) -> Iterator[None]:
-    """Accept any name of an extension in this block if its code may be unused, for readers of a study."""
+    """Accept any name of an extension in this block, unless all of the study's `code` is in use here.
+
+    A study can then be read where its code is missing.
+    """
     token = _allows_unknown.set(not is_in_use(code))
     try:
         yield

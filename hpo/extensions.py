@@ -118,7 +118,8 @@ def metric(name: str, kinds: Sequence[str], *, less_is_better: bool = False) -> 
     predictions), one of each per row, and returns a number: 1 if all is right, or with `less_is_better` an
     error in units of its own. A row has a class, a list of classes, a number, or a list of spans (name,
     start, end). NaN: the metric is not defined for these predictions. If no evaluation defines the metric of
-    an objective or a limit, the trial ends as `invalid`. Intervals call it a thousand times.
+    an objective or a limit, the trial ends as `invalid`. Intervals call it a thousand times, with some rows
+    left out or repeated.
     """
     return _register(METRICS, name, kinds=tuple(kinds), is_error=less_is_better)
 

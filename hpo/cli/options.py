@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
 
+from hpo.collector import collector_paused
 from hpo.errors import RunError, printable
 from hpo.json_safe import json_safe
 
@@ -182,10 +183,9 @@ stored_study_command = functools.partial(command, of_study=StoredStudyArgument)
 def _study(given: dict[str, Any], *, quiet: bool, is_whole: bool) -> Any:
     """Take the study's arguments out of `given` and return the study."""
     arguments = {name: given.pop(name) for name in ("study", "storage", "trust_remote_code") if name in given}
-    from hpo.api.managed import ManagedStudy
-    from hpo.memory import collector_paused
-
-    study = ManagedStudy(**arguments, quiet=quiet)  # refuses a wrong file before the slow imports
+    with collector_paused():
+        from hpo.api.managed import ManagedStudy
+    study = ManagedStudy(**arguments, quiet=quiet)  # refuses a wrong file before the import of transformers
     if not is_whole:
         return study
     with collector_paused():

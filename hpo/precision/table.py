@@ -3,9 +3,9 @@
 A row of the table has the dtype of the weights, the dtype of matrix products under autocast, TF32, and loss
 scaling. bf16 keeps fp32's exponent (8 bits) and loses mantissa (8 bits with the hidden one), so nothing
 overflows but every product is rounded to about 3 significant digits. fp16 keeps 11 bits of mantissa and only
-5 of exponent (65504 to 6.1e-5). Activations overflow and gradients vanish unless the loss is scaled up before
-the backward pass and down before the update (Micikevicius et al. 2018, arXiv 1710.03740). TF32 rounds the
-inputs of an fp32 product to 11 bits.
+5 of exponent: its largest number is 65504, its smallest normal one 6.1e-5. Activations overflow and gradients
+vanish unless the loss is scaled up before the backward pass and down before the update (Micikevicius et al.
+2018, arXiv 1710.03740). TF32 rounds the inputs of an fp32 product to 11 bits.
 
 Support means *native* support. PyTorch computes bf16 and fp16 without the instructions too, tens of times
 slower than fp32; this is `emulated`, and a study must allow it. `resolve` never replaces a precision

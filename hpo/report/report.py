@@ -23,8 +23,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
+from hpo.collector import collector_paused
 from hpo.errors import RunError
-from hpo.memory import collector_paused
 from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.charts import Chart, all_charts

@@ -182,7 +182,7 @@ class StepGraphs:
     ) -> bool:
         """Return whether a replay equals the pass and takes less time than its launches.
 
-        Infinite values decide nothing. Then a later pass is recorded.
+        Infinite or NaN values decide nothing. Then a later pass is recorded.
         """
         state, results, seconds = torch.cuda.get_rng_state(), [], []
         for run in (self._passes, lambda *arguments: self._replay(recording, *arguments)):

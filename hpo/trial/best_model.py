@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 import hpo
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import evaluation_batches
@@ -145,9 +147,16 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
             f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
             "trial ran, or at checkpoint.location, and checkpoint.top_k says how many trials keep theirs."
         )
-    precision = PRECISIONS[best.state["precision"]]
+    try:
+        evaluation = Evaluation.from_state_dict(best.state["best"])
+        precision, fp32_parts = PRECISIONS[best.state["precision"]], tuple(best.state["fp32_parts"])
+    except (KeyError, ValidationError) as error:
+        raise RunError(
+            f"the checkpoint of the best evaluation in {folder} is of another version of hpo. Train the "
+            "trial again, or use the version of its training."
+        ) from error
     config = build_trial_config(executor.study, params, precision.name, executor.amp)
-    config = config.model_copy(update={"fp32_parts": tuple(best.state["fp32_parts"])})
+    config = config.model_copy(update={"fp32_parts": fp32_parts})
     precision = replace(precision, frozen=config.base_precision)
     runnable = attention_on(executor.device.type, config.attention)
     manual_seed(config.seed)  # frozen weights that are random are those of the trial
@@ -161,7 +170,6 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
     set_float32_parts(model, config.fp32_parts)
     prepare_model(model, precision)
     load_trained(model, best.weights)
-    evaluation = Evaluation.from_state_dict(best.state["best"])
     return model, config, precision, evaluation, digest
 
 

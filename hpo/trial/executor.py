@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
-from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits, check_energy, violations
+from hpo.config.limits import ENERGY, broken_limits, check_energy, violations
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, lowest
 from hpo.config.study_config import StudyConfig
@@ -55,7 +55,7 @@ from hpo.training.metrics import score
 from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
-from hpo.trial.objectives import check_metrics, limited_values, objective_value, undefined_metric
+from hpo.trial.objectives import check_metrics, limited_values
 from hpo.trial.parts import TrialLoader, build_trial, fit_pruner
 from hpo.trial.run import TrialRun
 from hpo.trial.telemetry import Callbacks, TrialRecorder, device_facts
@@ -64,7 +64,7 @@ from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
-CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it."
+CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it.%s"
 
 
 class Executor:
@@ -263,7 +263,7 @@ class Executor:
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
         with lost_device_raised(self.device):
-            self._check_metrics()
+            self._check_own_metrics()
             for named in _to_check(space):
                 try:
                     self._check_parts(lowest_values | named)
@@ -272,20 +272,8 @@ class Executor:
                         raise
                     self._check_parts(others | named)
 
-    def _check_metrics(self) -> None:
-        """Raise InputError for an objective or a limit without a value, or an error of the study's metrics.
-
-        The metrics are called with right predictions, and with equal ones. For equal ones they may be
-        undefined.
-        """
-        right, tasks = self.loader.right_metrics, self.tasks
-        for name in [name for name in self.study.named_metrics if name not in MEASURED_METRICS]:
-            if missing := undefined_metric(name, right, tasks):
-                raise InputError(
-                    f"the metric {missing} must have a value where all predictions are right, but on the "
-                    "validation split it has none. Use another metric, or more rows."
-                )
-            objective_value(name, right, tasks, {})
+    def _check_own_metrics(self) -> None:
+        """Call the metrics of the study's own code with equal predictions; they may be undefined there."""
         for task in self.tasks:
             if metrics_of(task.kind) and task.level == "sequence":
                 rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
@@ -315,9 +303,7 @@ class Executor:
                     "of this study's data are not finite, in fp32 and before any training; first: "
                     f"{side.origin()['first_nonfinite'] or 'not known'}."
                 )
-            by_token = [task.name for task in parts.model.tasks if task.level == "token"]
-            if by_token and is_causal(parts.model.encoder):
-                _logger.warning(CAUSAL, type(parts.model.encoder).__name__, ", ".join(by_token))
+            _warn_if_causal(parts.model)
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
@@ -334,6 +320,15 @@ class Executor:
             for names in getattr(searched, "choices", ()):
                 if names != AUTO:
                     set_float32_parts(model, names)
+
+
+def _warn_if_causal(model: MultitaskModel) -> None:
+    by_token = [task for task in model.tasks if task.level == "token"]
+    if by_token and is_causal(model.encoder):
+        first = {marked for task in by_token if (marked := kind_of(task).at_first_token)}
+        more = f" The first token, where `{'`, `'.join(first)}` is marked, knows nothing of the text."
+        names = ", ".join(task.name for task in by_token)
+        _logger.warning(CAUSAL, type(model.encoder).__name__, names, more if first else "")
 
 
 def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:

@@ -11,26 +11,49 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hpo.code import errors_of_code
 from hpo.config.limits import MEASURED_METRICS, ObjectiveConfig
 from hpo.config.sections import EvaluationConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.errors import InputError, did_you_mean
-from hpo.tasks.kind import Task
-from hpo.training.metrics import primary_mean
+from hpo.extensions import metrics_of
+from hpo.tasks.kind import Task, kind_of
+from hpo.training.metrics import primary_mean, score
 
 REPORTED = "reported"
 """The task of metrics that a study's own training loop reports without one."""
 
 
 def check_metrics(study: StudyConfig, data: DataSet) -> None:
-    """Raise InputError unless each metric of an objective or a limit exists."""
+    """Raise InputError unless each metric of an objective or a limit exists, with a value on validation.
+
+    The value is that of right predictions.
+    """
     task_metrics = [f"{task.name}/{name}" for task in data.tasks for name in task.metrics]
     known = ["score", *task_metrics, *MEASURED_METRICS]
     named = [("objective.metric", objective.metric) for objective in study.objective]
     for key, metric in [*named, *(("constraints", metric) for metric in study.constraints)]:
         if metric not in known:
             raise InputError(f"{key}: no task of this study has {metric!r}.{did_you_mean(metric, known)}")
+    right = {}
+    for task in data.tasks:
+        rows = [row for row in data.splits["validation"] if task.name in row.annotated]
+        with errors_of_code():
+            right[task.name] = score(task, [kind_of(task).truth(row) for row in rows], rows)
+    for metric in study.named_metrics:
+        if missing := undefined_metric(metric, right, data.tasks):
+            raise InputError(
+                f"the metric {missing} must have a value where all predictions are right, but on the "
+                f"validation split it has none. {undefined_remedy(missing, data.tasks)}"
+            )
+
+
+def undefined_remedy(metric: str, tasks: Sequence[Task]) -> str:
+    """Return the advice for a metric without a value."""
+    task_name, name = task_and_name(metric)
+    is_own = any(task.name == task_name and name in metrics_of(task.kind) for task in tasks)
+    return f"Use another metric, or {'return a number there' if is_own else 'label more rows'}."
 
 
 def objective_value(

@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hpo.code import errors_of_code
 from hpo.config.resolved_study import ResolvedStudy
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
@@ -52,7 +51,6 @@ from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs
 from hpo.training.losses import MultitaskLoss, check_loss
-from hpo.training.metrics import score
 from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.training.schedule import own_schedule
 from hpo.training.training_data import TrainingData
@@ -80,16 +78,6 @@ class TrialLoader:
                 _logger.warning("`%s`: %s", task.name, warning)
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
-
-    @cached_property
-    def right_metrics(self) -> dict[str, dict[str, float]]:
-        """Metrics of right predictions on the validation split."""
-        metrics = {}
-        for task in self.tasks:
-            rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
-            with errors_of_code():
-                metrics[task.name] = score(task, [kind_of(task).truth(row) for row in rows], rows)
-        return metrics
 
     @cached_property
     def baseline(self) -> dict[str, float]:

@@ -34,6 +34,7 @@ from hpo.training.optim import optimizer_state_facts
 from hpo.training.throughput import MIN_STRETCH_SECONDS
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.compat import CompatibilityCache, check_compatibility
+from hpo.trial.objectives import undefined_remedy
 from hpo.trial.part_search import find_parts
 from hpo.trial.parts import TrialParts, training_args
 from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
@@ -248,5 +249,5 @@ class TrialRun(BaseRun):
     def _why_undefined(self) -> str:
         return (
             f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
-            "objective or a limit needs it. Use another metric, or return a number there."
+            f"objective or a limit needs it. {undefined_remedy(self.undefined, self.tasks)}"
         )

@@ -89,6 +89,16 @@ def test_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
 
 
+def test_study_without_a_complete_trial_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_study(tmp_path, max_retries=0)
+    monkeypatch.setattr(base_run, "MixedPrecision", lambda *_: 1 / 0)
+    finished = hpo_command(tmp_path, "run", "tiny.yaml")
+    assert finished.exit_code == 1
+    assert "has ended without a complete trial" in finished.err
+    assert "The last one ended as failed: ZeroDivisionError: division by zero\nTraceback" in finished.err
+    assert hpo_command(tmp_path, "best", "tiny.yaml").exit_code == 1
+
+
 @pytest.mark.parametrize(
     ("command", "num_failed", "supervised", "exit_code"),
     [("run", 2, False, 1), ("run", 1, False, 0), ("worker", 2, False, 1), ("worker", 2, True, 0)],

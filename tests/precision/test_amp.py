@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,7 +71,29 @@ def test_compiler_cache_by_precision() -> None:
     assert all("user" in tag for tag in tags), "the user's own tag is kept"
 
 
+SWITCHES = {
+    *("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn"),
+    *("mkldnn", "mkldnn.conv", "mkldnn.matmul", "mkldnn.rnn"),
+}
+"""All objects with an `fp32_precision` below `torch.backends`."""
+
+
+def all_switches(module: Any = torch.backends, path: str = "") -> set[str]:
+    found = set()
+    # A module of `torch.backends` may be a wrapper with an inner module `m`. The cache of FFTs needs a GPU.
+    names = {*dir(module), *dir(type(module)), *dir(getattr(module, "m", module))}
+    for name in names - {"m", "cufft_plan_cache"}:
+        value = None if name.startswith("_") else getattr(module, name, None)
+        is_module = isinstance(value, ModuleType)
+        where = value.__name__ if is_module else type(value).__module__
+        if where.startswith("torch.backends"):
+            found |= {path + name} if hasattr(value, "fp32_precision") else set()
+            found |= all_switches(value, f"{path}{name}.") if is_module else set()
+    return found
+
+
 def test_every_switch_of_fp32_products_is_set() -> None:
+    assert all_switches() == SWITCHES, "PyTorch has a new switch"
     own = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     operations = [(kind, op) for kind in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
     everything = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), *operations]

@@ -3,41 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support.tiny import (
     CPU,
     CPU_PRECISIONS,
     EMULATED,
+    ENCODER,
     overflow_in_reduced_precision,
+    tiny_executor,
     tiny_model,
     tiny_study,
 )
-from support.tiny_loop import accumulate, config_of, train_for
+from support.tiny_loop import accumulate, amp_of, config_of, train_for
 from torch import Tensor, nn
+from transformers import AutoModel
 
 from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
 from hpo.device import DeviceInfo
+from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
+from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
-from hpo.precision.table import PRECISIONS
+from hpo.precision.table import PRECISIONS, Resolution
 from hpo.random_numbers import step_seed
+from hpo.tasks.example import Example
 from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
 from hpo.training.budget import Budget, TrainState
 from hpo.training.clock import CompileClock, TrainingClock
 from hpo.training.evaluate import Evaluation
+from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import count_items, loss_sum
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
-from hpo.trial.parts import training_args
+from hpo.trial.parts import assemble, training_args
 
 
 def test_fp32_fallback_without_tf32() -> None:
@@ -125,6 +136,90 @@ def test_losses_equal_a_plain_loop(executor: Executor, name: str) -> None:
     assert len(ours) == 6
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
     assert ours == pytest.approx(plain, rel=1e-5 if name == "fp32" else 2e-3)
+
+
+def plain_loss_and_gradients(
+    model: MultitaskModel, tokenizer: Any, texts: Sequence[Example], max_length: int
+) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients of the same weights in transformers' own model.
+
+    It has eager attention and the whole embedding table. All texts are padded to `max_length`.
+    """
+    config = deepcopy(model.encoder.config)
+    encoder = AutoModel.from_config(config, attn_implementation="eager", add_pooling_layer=False)
+    found = encoder.load_state_dict(model.encoder.state_dict(), strict=False)
+    assert not found.missing_keys
+    assert all(key.startswith("pooler.") for key in found.unexpected_keys)
+    heads = [deepcopy(head[-1]) for head in model.heads]
+    padding = {"truncation": True, "max_length": max_length, "padding": "max_length"}
+    inputs = tokenizer(
+        [row.text for row in texts], **padding, return_tensors="pt", return_token_type_ids=False
+    )
+    hidden = encoder.train()(**inputs).last_hidden_state
+    mask = inputs["attention_mask"][:, :, None].float()
+    pooled = (hidden * mask).sum(1) / mask.sum(1)
+    loss = torch.zeros(())
+    for task, head in zip(model.tasks, heads, strict=True):
+        logits, values = head(pooled), [row.labels[task.name] for row in texts]
+        if task.kind == "multi_label":
+            truth = torch.tensor([[float(name in held) for name in task.labels] for held in values])
+            loss = loss + F.binary_cross_entropy_with_logits(logits, truth, reduction="sum") / len(texts)
+        elif task.kind == "single_label":
+            loss = loss + F.cross_entropy(logits, torch.tensor([task.labels.index(v) for v in values]))
+        else:
+            truth = (torch.tensor(values) - task.target_mean) / task.target_std
+            loss = loss + F.mse_loss(logits[:, 0], truth)
+    loss.backward()
+    gradients = {f"encoder.{name}": p.grad for name, p in encoder.named_parameters()}
+    for number, head in enumerate(heads):
+        gradients |= {f"heads.{number}.{name}": p.grad for name, p in head.named_parameters()}
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize(
+    ("encoder", "micro_batch_size"), [("minilm", 5), (ENCODER, 16)], ids=["minilm", "fresh"]
+)
+def test_loss_and_gradients_equal_plain_transformers(
+    encoder: Any, micro_batch_size: int, tmp_path: Path
+) -> None:
+    """In fp32 without dropout, our attention, embedding table and padding change nothing."""
+    executor = tiny_executor(tmp_path, model={"encoder": encoder})
+    executor.loader.tasks = tuple(task for task in executor.tasks if task.level == "sequence")
+    nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
+    config = config_of(executor, **nothing, max_length=64, batch_size=16)
+    split, tokenizer = executor.loader.tokens("train", config), executor.loader.tokenizer(config)
+    parts = assemble(executor.study, config, Resolution("fp32", "fp32", "native"), executor.loader)
+    model = parts.model
+    for head in model.heads:  # larger than at their start, so that the encoder's gradients are not tiny
+        nn.init.normal_(head[-1].weight, std=0.2)
+    assert model.encoder.config._attn_implementation == "hpo_sdpa"
+    windows = np.argsort(split.lengths_W, kind="stable")[:16]
+    texts = [split.examples[int(split.window_example_W[w])] for w in sorted(windows)]
+    plain_loss, plain = plain_loss_and_gradients(model, tokenizer, texts, max_length=64)
+
+    compact_vocabulary(model, "adamw", split.used_ids)
+    embedding: Any = model.encoder.get_input_embeddings()
+    assert isinstance(embedding, CompactEmbedding)
+    batch = collate(split, windows, model.tasks, parts.data.pad_id)
+    assert batch.input_ids_BL.shape[1] < 64
+    state = TrainState(micro_batch_size=micro_batch_size)
+    loss = accumulate_gradients(
+        Learner(model.train(), parts.loss_fn, amp_of("fp32")), batch, config.seed, state
+    )
+
+    assert float(loss) == pytest.approx(plain_loss, rel=1e-5)
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    ours = {re.sub(r"^heads\.(\d+)\.\d+\.", r"heads.\1.", name): grad for name, grad in ours.items()}
+    assert ours.keys() == plain.keys()
+    table = plain["encoder.embeddings.word_embeddings.weight"]
+    used_rows = table[embedding.used_ids]
+    assert table.count_nonzero() == used_rows.count_nonzero(), "the other rows have no gradient"
+    one_more = table.new_zeros(1, table.shape[1])
+    plain["encoder.embeddings.word_embeddings.weight"] = torch.cat([used_rows, one_more])
+    largest = max(float(grad.abs().max()) for grad in plain.values())
+    assert largest > 0.1
+    for name, expected in plain.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 @pytest.mark.parametrize(

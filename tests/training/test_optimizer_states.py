@@ -112,6 +112,22 @@ def run(kind: str, name: str = "adamw", shape: tuple[int, int] = SHAPE) -> tuple
     return weight.detach(), embedding.detach(), optimizer
 
 
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_steps_equal_torchao() -> None:
+    from torchao.optim import AdamW8bit
+
+    draw = torch.Generator().manual_seed(1)
+    weight, _ = (nn.Parameter(torch.randn(SHAPE, generator=draw)) for _ in range(2))
+    target = torch.randn((2, *SHAPE), generator=draw)[0]
+    optimizer = AdamW8bit([weight], lr=0.02, weight_decay=0.01)
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(30):
+            weight.grad = weight.detach() - target
+            optimizer.step()
+    assert (run("int8")[0] - weight.detach()).square().mean().sqrt() < 1e-3
+
+
 ODD = (67, 127)
 """A shape that blocks do not divide."""
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from support.tiny import tiny_executor
 
-from hpo.errors import OutOfMemory
+from hpo.errors import OutOfMemory, RunError
 from hpo.models.hub import MINILM_HUB_ID
-from hpo.trial.best_model import encoder_facts, with_scores
+from hpo.training.checkpoint import STATE
+from hpo.trial.best_model import TrialSource, encoder_facts, export_checkpoint, split_predictions, with_scores
 
 
 def test_encoder_facts_have_no_path(tmp_path: Path) -> None:
@@ -45,3 +48,22 @@ def test_trial_without_a_test_score(
     scored, statistics = with_scores(executor, tmp_path / "trial", params, result, "test")
     assert (result.outcome, scored.outcome, scored.values, statistics) == ("complete", outcome, None, {})
     assert scored.reason.startswith("no score on test: ")
+
+
+def test_checkpoint_of_another_version(tmp_path: Path) -> None:
+    """Format 11 has the values beside the evaluation; still older ones have no `fp32_parts`."""
+    executor, folder = tiny_executor(tmp_path), tmp_path / "trial"
+    params = {"fp_precision": "fp32"}
+    executor.run(params, folder, "key")
+    (path,) = folder.glob(f"best-*/{STATE}")
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    evaluation = dict(state["best"])
+    nested = {"evaluation": evaluation, "values": evaluation.pop("values"), "broken": ""}
+    no_parts = {name: value for name, value in state.items() if name != "fp32_parts"}
+    refused = r"is of another version of hpo\. Train the trial again"
+    for older in (state | {"best": nested}, no_parts):
+        torch.save(older, path)
+        with pytest.raises(RunError, match=refused):
+            split_predictions(executor, folder, params, "validation")
+        with pytest.raises(RunError, match=refused):
+            export_checkpoint(executor, folder, tmp_path / "out", TrialSource(0, params))

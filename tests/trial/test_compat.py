@@ -158,6 +158,26 @@ def test_flash_attention_is_compared_with_sdpa(tmp_path: Path) -> None:
     assert (refused.outcome, "only support fp16 and bf16" in refused.reason) == ("incompatible", True)
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize(("broken", "verdict"), [("fp32 bf16", "invalid"), ("bf16", "incompatible")])
+def test_compiler_is_at_fault_if_it_breaks_fp32_too(
+    tmp_path: Path, name: str, broken: str, verdict: str
+) -> None:
+    def compile_model(model: Any, *_: Any) -> None:
+        def refuse(*_: Any) -> None:
+            if ("bf16" if torch.is_autocast_enabled("cpu") else "fp32") in broken:
+                raise RuntimeError("no C++ compiler")
+
+        model.register_forward_pre_hook(refuse)
+
+    executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
+    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
+    found = judge(measure_parts(parts_of(executor, fp_precision=name)), BOUNDS)
+    assert found.verdict == (verdict if name in broken else "ok")
+    others = [reason for reason in found.reasons if "is unverified" not in reason]
+    assert bool(others) == (name in broken)
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
 def test_repeat_counts_only_if_fp32_is_finite(name: str, tmp_path: Path) -> None:
     """Otherwise the trial would end by the limit of repeats, though the same trial in fp32 would go on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from support.tiny import tiny_executor, tiny_study
 
 from hpo.data.dataset import load_data
 from hpo.errors import InputError
+from hpo.report.data_check import DataCheck, check_data
 from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
 from hpo.trial.objectives import (
@@ -54,6 +56,11 @@ NUMBER_AND_CLASS = {
 }
 
 
+def load_and_check(folder: Path, **study: Any) -> DataCheck:
+    return check_data(tiny_study(folder, **study), folder)
+
+
+@pytest.mark.parametrize("check", [tiny_executor, load_and_check])
 @pytest.mark.parametrize(
     ("metric", "num_sizes", "is_refused"),
     [
@@ -65,7 +72,7 @@ NUMBER_AND_CLASS = {
     ],
 )
 def test_metric_needs_a_value_on_validation(
-    metric: str, num_sizes: int, is_refused: bool, tmp_path: Path
+    metric: str, num_sizes: int, is_refused: bool, check: Any, tmp_path: Path
 ) -> None:
     labels = [{"topic": "ab"[n % 2], **({"size": n} if n < num_sizes else {})} for n in range(6)]
     splits = {
@@ -76,9 +83,9 @@ def test_metric_needs_a_value_on_validation(
     direction = "minimize" if metric.endswith("mae") else "maximize"
     objective = {"metric": metric, "direction": direction}
     study = {"objective": objective, "data": {"source": "jsonl", "path": str(tmp_path / "set")}}
-    text = "the metric size/r2 must have a value where all predictions are right"
+    text = r"the metric size/r2 must have a value .* Use another metric, or label more rows\."
     with pytest.raises(InputError, match=text) if is_refused else nullcontext():
-        tiny_executor(tmp_path, **study).check_study()
+        check(tmp_path, **study)
 
 
 def test_negative_r2_counts_as_zero_in_the_score() -> None:

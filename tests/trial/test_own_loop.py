@@ -280,6 +280,33 @@ def test_unobserved_steps_are_unverified(tmp_path: Path) -> None:
     assert result.telemetry["precision"]["observed_reason"].startswith("steps were made without `amp.step`")
 
 
+UNMEASURED = """
+def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rows @ weight.T
+
+def note(ctx, inputs, output):
+    ctx.rows = inputs[0]
+
+hidden = torch.library.custom_op("own_loops::hidden", mutates_args=())(product)
+hidden.register_autograd(lambda ctx, grad: (None, grad.T @ ctx.rows), setup_context=note)
+
+class Changing(nn.Linear):
+    def forward(self, rows):
+        return hidden(rows, self.weight) + self.bias if self.training else super().forward(rows)
+
+def net():
+    return nn.Sequential(Changing(4, 2))
+"""
+
+
+def test_unmeasured_product_in_training_stays_unverified(tmp_path: Path) -> None:
+    """The products of the evaluation are measured."""
+    result = run(own_executor(tmp_path, UNMEASURED + foreign("False")), fp_precision="fp32")
+    assert result.outcome == "complete", result.traceback or result.reason
+    assert result.telemetry["precision"]["agrees"] is None
+    assert "could not be measured" in result.telemetry["precision"]["observed_reason"]
+
+
 # PyTorch's compiler looks at the attribute where it traces the hook of the check.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_model_is_unverified(tmp_path: Path) -> None:

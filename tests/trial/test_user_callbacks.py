@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command_line import finish, ok, saved_steps, start_hpo, stored, wait_until
 from support.own_code_studies import write
 from support.resumed_trials import check_resume_is_exact, weights_of
 from support.tiny import CPU
@@ -242,6 +244,29 @@ def test_callback_is_checked_before_the_study_is_made(tmp_path: Path, source: st
 def test_resume_with_a_callback_is_exact(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, NOTES, evaluation={"per_trial": 4})
     check_resume_is_exact(executor, tmp_path, 9, **PARAMS, **{"notes.end_at": 10})
+
+
+def test_trial_with_a_callback_resumes_after_kill_9(tmp_path: Path) -> None:
+    executor_of(  # writes the study
+        tmp_path,
+        NOTES,
+        training={**STEPS, "max_steps": 120, "notes.file": "notes", "notes.end_at": 100},
+        evaluation={"per_trial": 10, "patience": 10},
+        checkpoint={"every_seconds": 0.05},
+        n_trials=1,
+    )
+    process = start_hpo(tmp_path, "run", "tiny.yaml")
+    wait_until(lambda: bool(saved_steps(tmp_path)), process)
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    assert stored(tmp_path).counts["done"] == 0, "killed too late to test anything"
+    ok(finish(start_hpo(tmp_path, "run", "tiny.yaml")))
+    (trial,) = stored(tmp_path).trials
+    assert (trial.outcome, trial.telemetry["num_steps"]) == ("complete", 100)
+    assert trial.telemetry["resumed_from_step"] > 0
+    assert trial.telemetry["stopped_early"].endswith("enough (callback notes).")
+    seen = notes_of(tmp_path / "notes")
+    assert [one for one in seen if one[0] == "end"] == [["end", 100, 0.833, seen[-1][3], "complete"]]
 
 
 def test_energy_excludes_on_step(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from hpo.collector import collector_paused
 from hpo.config.study_file import check_study_name
-from hpo.memory import collector_paused
 from hpo.outcome import Outcome
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
 from hpo.study.reading.study_record import (
