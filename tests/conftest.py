@@ -189,7 +189,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for registry, name, _ in [thing for code in own_code._codes.values() for thing in code.added or ()]:
         registry.pop(name, None)
     monkeypatch.setattr(own_code, "_codes", {})
-    monkeypatch.setattr(own_code, "_classes", {})
+    monkeypatch.setattr(own_code, "_classes", set())
     yield
     for registry in own_code._registries:
         registry.clear()
