@@ -78,10 +78,9 @@ class Train:
 
 
 def _evaluation(step: int) -> Any:
-    index = EVALUATED.index(step) + 1
-    shares: Any = {"index": index, "budget_used": step / STEPS, "seconds": float(step), "epoch": 1.0}
-    measured = SimpleNamespace(step=step, metrics={}, rates={}, **shares)
-    return SimpleNamespace(evaluation=measured, values=(step / STEPS,), is_last=step == STEPS)
+    shares: Any = {"index": EVALUATED.index(step) + 1, "budget_used": step / STEPS, "epoch": 1.0}
+    measured: Any = {"step": step, "seconds": float(step), "metrics": {}, "rates": {}}
+    return SimpleNamespace(**shares, **measured, values=(step / STEPS,), is_last=step == STEPS)
 
 
 def work(
