@@ -54,6 +54,7 @@ from hpo.report.tables import UNKNOWN, StudyTables, objective_column, precision_
 from hpo.report.terminal import Rows
 from hpo.report.trial_precision import effective_precision, precision_facts, unusual_formats
 from hpo.report.verdicts import (
+    VERDICT_COLUMNS,
     comparison_tables,
     details,
     recommendations,
@@ -81,9 +82,7 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
             "precision": tables.by_precision,
             "trials": tables.trials,
             "evaluations": tables.evaluations,
-            "verdicts": pd.DataFrame(
-                verdicts, columns=None if verdicts else ["precision", "metric", "verdict"]
-            ),
+            "verdicts": pd.DataFrame(verdicts, columns=None if verdicts else VERDICT_COLUMNS),
         }
         files = {f"tables/{name}.csv": frame.to_csv(index=False) for name, frame in frames.items()}
         files["report.html"] = report_html(tables, study_file)
