@@ -95,7 +95,7 @@ OPTIONS: Mapping[str, Any] = {
     ),
     "n_trials": optional(int, "N", "Trials of the study, over all workers and runs.", min=1, max=100_000),
     "hours": optional(float, "H", "Budget in device-hours, in place of a number of trials.", min=0.001),
-    "workers": optional(int, "W", "Worker processes to start.", "1, spread over the GPUs", min=1, max=1000),
+    "workers": optional(int, "W", "Worker processes to start, spread over the GPUs.", "1", min=1, max=1000),
     "workers_per_device": optional(
         int, "K", "Worker processes for each GPU, or on the CPU; not with --workers.", min=1, max=100
     ),

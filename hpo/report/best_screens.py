@@ -19,6 +19,7 @@ from hpo.report.screens import best
 from hpo.report.status import record_warnings
 from hpo.report.tables import StudyTables, precision_table
 from hpo.report.terminal import Part, one_line, warning
+from hpo.report.trial_precision import shared_formats
 from hpo.study.reading.study_record import (
     StudyRecord,
     TrialRecord,
@@ -33,6 +34,7 @@ def summary(record: StudyRecord) -> Iterator[Part]:
     """Show the table by precision, the best configuration, warnings and the next commands."""
     if any(trial.ended for trial in record.trials):
         yield f"{record.name}: by requested precision", precision_table(StudyTables(record))
+        yield from filter(None, [shared_formats(record.trials, record.definition)])
     yield from best(record)
     yield from map(warning, record_warnings(record))
     if complete_trials(record):

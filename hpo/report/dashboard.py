@@ -31,6 +31,7 @@ from hpo.report.messages import objectives_text
 from hpo.report.screens import best
 from hpo.report.tables import StudyTables, precision_table
 from hpo.report.terminal import Part, Rows
+from hpo.report.trial_precision import shared_formats
 from hpo.report.verdicts import comparison_tables, details, recommendations
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.optuna_internals import study_id_of
@@ -78,6 +79,7 @@ def study_note(tables: StudyTables) -> str:
         lines += [*_markdown(warned), f"In full: `hpo report {record.name}`."] if trial.detailed else []
     if rows := precision_table(tables):  # none: all trials wait or are invalid
         lines += ["## By requested precision", _markdown_table(rows)]
+        lines += filter(None, [_escape(shared_formats(record.trials, record.definition))])
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)
     notices = [f"{notice.text} {notice.advice}" for notice in caveats(tables)]
     notices.append(

@@ -71,8 +71,8 @@ def paused_message(record: StudyRecord) -> str:
     if not paused or not factor:
         return ""
     return (
-        f"{plural(paused, 'trial')} paused. The best 1 in {factor} at each rung continue; others when no new "
-        "trial is left."
+        f"{plural(paused, 'trial')} paused. The best 1 in {factor} at each rung continue. More continue when "
+        "no new trial is left."
     )
 
 

@@ -103,12 +103,12 @@ class Plan:
             yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
         yield f"Pruner: {self.pruner}."
         yield self._remaining()
-        total, spent, budget = (
-            format_seconds(3600 * hours) if hours else ""
-            for hours in (self.hours, self.spent_hours, self.budget_hours)
-        )
-        within = f" of the budget of {budget}" if budget else ""
-        yield f"Device time in all: about {total}{within}{f', {spent} already spent' if spent else ''}."
+        total = format_seconds(3600 * self.hours) if self.hours else "0 s"
+        if self.budget_hours is not None:
+            total += f" of the budget of {format_seconds(3600 * self.budget_hours)}"
+        if self.spent_hours:
+            total += f", {format_seconds(3600 * self.spent_hours)} already spent"
+        yield f"Device time in all: about {total}."
         if self.budget_hours is not None and self.whole_trials and self.hours > self.budget_hours:
             yield "The budget may not be enough for one whole trial. Raise it, or shorten the trials."
         if self.paused_bytes is not None:

@@ -52,8 +52,9 @@ from hpo.report.messages import (
 )
 from hpo.report.tables import UNKNOWN, StudyTables, objective_column, precision_table, searched_parameters
 from hpo.report.terminal import Rows
-from hpo.report.trial_precision import effective_precision, precision_facts, unusual_formats
+from hpo.report.trial_precision import effective_precision, precision_facts, shared_formats, unusual_formats
 from hpo.report.verdicts import (
+    VERDICT_COLUMNS,
     comparison_tables,
     details,
     recommendations,
@@ -81,9 +82,7 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
             "precision": tables.by_precision,
             "trials": tables.trials,
             "evaluations": tables.evaluations,
-            "verdicts": pd.DataFrame(
-                verdicts, columns=None if verdicts else ["precision", "metric", "verdict"]
-            ),
+            "verdicts": pd.DataFrame(verdicts, columns=None if verdicts else VERDICT_COLUMNS),
         }
         files = {f"tables/{name}.csv": frame.to_csv(index=False) for name, frame in frames.items()}
         files["report.html"] = report_html(tables, study_file)
@@ -141,6 +140,7 @@ def report_html(tables: StudyTables, study_file: str | None = None) -> str:
         evaluate_command=_evaluate_command(tables, study_file),
         caveats=caveats(tables),
         by_precision=precision_table(tables),
+        shared_formats=shared_formats(record.trials, record.definition),
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]].to_dict("records"),
         trials=_all_trials(tables),
     )

@@ -28,14 +28,27 @@ def differing_formats(
     trials: Sequence[TrialRecord], definition: Mapping[str, Any]
 ) -> dict[str, Sequence[str]]:
     """Return the requested value of each trial, by setting, for the formats that differ."""
+    columns = _unusual_columns(trials, definition).items()
+    return {name: values for name, values in columns if len({*values}) > 1}
+
+
+def shared_formats(trials: Sequence[TrialRecord], definition: Mapping[str, Any]) -> str:
+    """Name the formats that all trials request; empty if there are only defaults."""
+    columns = _unusual_columns(trials, definition).items()
+    shared = [(name, values[0]) for name, values in columns if len({*values}) == 1]
+    texts = [f"{name}={value}{effective_note(trials, name, value)}" for name, value in shared]
+    return f"All trials have {', '.join(texts)}." if texts else ""
+
+
+def _unusual_columns(
+    trials: Sequence[TrialRecord], definition: Mapping[str, Any]
+) -> dict[str, Sequence[str]]:
+    """The requested value of each trial, by setting, without defaults that are not searched."""
     formats = [trial_formats(trial, definition) for trial in trials]
     columns = {name: [one[name] for one in formats] for name in FORMATS}
-    is_searched = {name: name in (definition.get("search_space") or {}) for name in FORMATS}
-    return {
-        name: values
-        for name, values in columns.items()
-        if len({*values}) > 1 and (is_searched[name] or not {*values} <= {MISSING, _default(name)})
-    }
+    space = definition.get("search_space") or {}
+    usual = {name: {MISSING} if name in space else {MISSING, _default(name)} for name in FORMATS}
+    return {name: values for name, values in columns.items() if not {*values} <= usual[name]}
 
 
 def trial_formats(trial: TrialRecord, definition: Mapping[str, Any]) -> dict[str, str]:

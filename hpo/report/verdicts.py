@@ -19,6 +19,11 @@ from hpo.study.reading.study_record import StudyRecord
 
 Comparison = Mapping[str, Any]
 """A stored result of `hpo compare`."""
+VERDICT_COLUMNS = [
+    *("precision", "metric", "fp32", "baseline", "difference"),
+    *("verdict", "runs", "collapsed", "speed"),
+]
+"""Columns of a table of verdicts. A comparison of stored weights or moments also has `stored`."""
 
 
 def recommendations(record: StudyRecord) -> list[str]:

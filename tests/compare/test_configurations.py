@@ -84,6 +84,13 @@ def test_means_have_students_interval_and_no_winner(storage: Storage, config: St
     assert not {"best", "winner", "verdicts"} & found.keys()
 
 
+def test_no_interval_exceeds_the_best_possible_score(empty: Storage) -> None:
+    config = searched(empty, lambda _: 99.9)
+    first = compared(empty, config, lambda _: 99.9, REQUEST).content["configurations"][0]
+    assert first["low"] < first["mean"] == pytest.approx(99.9)
+    assert first["high"] == 100
+
+
 def test_a_run_without_a_score_counts_as_the_baseline(storage: Storage, config: StudyConfig) -> None:
     def fails(params: dict[str, Any]) -> float | None:
         is_lost = params.get("seed") == FIRST_SEED and params["learning_rate"] == 3e-5

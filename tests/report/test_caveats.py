@@ -61,6 +61,18 @@ def test_equal_configurations_under_every_precision_have_no_caveat() -> None:
     assert "different configurations" not in texts(trials[::2]), "one precision alone"
 
 
+def test_caveat_of_invalid_trials_has_their_reasons() -> None:
+    reasons = ["fp32 raised IndexError.", "the metric tone/rank is not defined.", "fp32 raised IndexError."]
+    invalid = [
+        dataclasses.replace(fake_trial(number, "bf16", "invalid"), reason=reason)
+        for number, reason in enumerate(reasons)
+    ]
+    message = (
+        "Invalid: 3 trials (number 0, 1, 2). fp32 raised IndexError. the metric tone/rank is not defined."
+    )
+    assert message in texts([*invalid, fake_trial(3, "fp32")])
+
+
 def test_precisions_without_a_trial_are_named() -> None:
     said = texts([fake_trial(0, "fp32")])
     assert "Not run here: tf32, fp16. `tf32` needs CUDA with compute capability >= 8.0" in said

@@ -137,3 +137,10 @@ def test_a_port_in_use_is_one_clear_message(sqlite_url: str) -> None:
         port = used.getsockname()[1]
         with pytest.raises(InputError, match=f"listen on 127.0.0.1:{port}, but: Address already in use"):
             dashboard_server(sqlite_url, port)
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "::1", "10.0.0.256"])
+@pytest.mark.usefixtures("study")
+def test_a_host_must_be_an_ipv4_address(sqlite_url: str, host: str) -> None:
+    with pytest.raises(InputError, match=f"--host must be an IPv4 address .* but got `{host}`"):
+        dashboard_server(sqlite_url, 0, host)

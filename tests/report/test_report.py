@@ -18,6 +18,7 @@ from support.tiny import write_study
 from hpo.errors import RunError
 from hpo.report.report import write_report
 from hpo.report.tables import StudyTables
+from hpo.report.verdicts import VERDICT_COLUMNS
 from hpo.study.reading.study_record import StudyRecord
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
@@ -47,6 +48,7 @@ def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
     by_precision = StudyTables(fake_record()).by_precision
     pd.testing.assert_frame_equal(tables["precision"], by_precision, check_dtype=False)
     assert len(tables["trials"]) == 40
+    assert [*tables["verdicts"].columns] == VERDICT_COLUMNS
 
 
 def test_page_begins_with_the_best_trial(full_report: Path) -> None:

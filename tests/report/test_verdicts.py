@@ -15,7 +15,7 @@ from hpo.report.charts import forests
 from hpo.report.dashboard import study_note
 from hpo.report.report import report_html
 from hpo.report.tables import StudyTables
-from hpo.report.verdicts import configuration_table, recommendations, verdict_table
+from hpo.report.verdicts import VERDICT_COLUMNS, configuration_table, recommendations, verdict_table
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true")
 
@@ -44,7 +44,7 @@ def test_a_row_for_each_precision_with_its_evidence(found: Any) -> None:
     assert {row["collapsed"] for row in rows} == {"0 (≤ 39.3%)"}
     assert {row["baseline"] for row in rows} == {"0"}
     assert rows[0]["speed"].startswith("2.00")
-    assert "stored" not in rows[0]
+    assert [*rows[0]] == VERDICT_COLUMNS
     assert [*configuration_table(found)[0]] == ["trial", "learning_rate"]
 
 
