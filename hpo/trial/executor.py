@@ -55,7 +55,7 @@ from hpo.training.metrics import score
 from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
-from hpo.trial.objectives import check_metrics, limited_values
+from hpo.trial.objectives import check_metric_names, check_metric_values, limited_values
 from hpo.trial.parts import TrialLoader, build_trial, fit_pruner
 from hpo.trial.run import TrialRun
 from hpo.trial.telemetry import Callbacks, TrialRecorder, device_facts
@@ -72,6 +72,10 @@ class Executor:
 
     Raises DataError if the study's data cannot be used, InputError if no task has a metric of its objective,
     or if the environment makes a precision of the device untrue.
+
+    Args:
+        checks_values: score right predictions on validation (`check_metric_values`). False: the study was
+            checked before.
     """
 
     def __init__(
@@ -79,8 +83,11 @@ class Executor:
         resolved: ResolvedStudy,
         runs_dir: Path,
         compatibility_cache: CompatibilityCache | None = None,
+        *,
+        checks_values: bool = True,
     ) -> None:
         self.resolved = resolved
+        self._checks_values = checks_values
         device = resolved.device
         self.runs_dir = runs_dir
         refuse_overrides(device.type)
@@ -103,7 +110,9 @@ class Executor:
         study = self.study
         self.loader = TrialLoader(self.resolved, self.runs_dir)
         self.dataset, self.tasks = self.loader.dataset, self.loader.tasks
-        check_metrics(study, self.dataset)
+        check_metric_names(study, self.tasks)
+        if self._checks_values:
+            check_metric_values(study, self.dataset)
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")

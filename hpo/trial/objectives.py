@@ -26,16 +26,26 @@ REPORTED = "reported"
 
 
 def check_metrics(study: StudyConfig, data: DataSet) -> None:
-    """Raise InputError unless each metric of an objective or a limit exists, with a value on validation.
+    """Raise InputError unless each metric of an objective or a limit exists, with a value on validation."""
+    check_metric_names(study, data.tasks)
+    check_metric_values(study, data)
 
-    The value is that of right predictions.
-    """
-    task_metrics = [f"{task.name}/{name}" for task in data.tasks for name in task.metrics]
+
+def check_metric_names(study: StudyConfig, tasks: Sequence[Task]) -> None:
+    """Raise InputError unless each metric of an objective or a limit exists."""
+    task_metrics = [f"{task.name}/{name}" for task in tasks for name in task.metrics]
     known = ["score", *task_metrics, *MEASURED_METRICS]
     named = [("objective.metric", objective.metric) for objective in study.objective]
     for key, metric in [*named, *(("constraints", metric) for metric in study.constraints)]:
         if metric not in known:
             raise InputError(f"{key}: no task of this study has {metric!r}.{did_you_mean(metric, known)}")
+
+
+def check_metric_values(study: StudyConfig, data: DataSet) -> None:
+    """Raise InputError unless each named metric has a value for right predictions on validation.
+
+    All labelled rows are scored, which takes seconds for large data.
+    """
     right = {}
     for task in data.tasks:
         rows = [row for row in data.splits["validation"] if task.name in row.annotated]

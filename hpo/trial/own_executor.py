@@ -26,9 +26,10 @@ from hpo.trial.own_trial import Checked, OwnConfig, OwnParts, OwnTrial, Params
 from hpo.trial.telemetry import Callbacks, TrialRecorder
 
 
-def build_executor(resolved: ResolvedStudy, runs_dir: Path) -> Executor:
+def build_executor(resolved: ResolvedStudy, runs_dir: Path, *, checks_values: bool = True) -> Executor:
     """Return the executor for a study with or without a training loop of its own."""
-    return (OwnLoopExecutor if resolved.config.has_own_loop else Executor)(resolved, runs_dir)
+    executor = OwnLoopExecutor if resolved.config.has_own_loop else Executor
+    return executor(resolved, runs_dir, checks_values=checks_values)
 
 
 class OwnLoopExecutor(Executor):

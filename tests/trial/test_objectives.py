@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 from support.jsonl_sets import write_set
-from support.tiny import tiny_executor, tiny_study
+from support.tiny import CPU, tiny_executor, tiny_study
 
+from hpo.config.resolved_study import resolve_study
 from hpo.data.dataset import load_data
 from hpo.errors import InputError
 from hpo.report.data_check import DataCheck, check_data
 from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
+from hpo.trial import objectives
 from hpo.trial.objectives import (
     check_metrics,
     decision_metrics,
     objective_value,
 )
+from hpo.trial.own_executor import build_executor
 
 TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
@@ -86,6 +89,15 @@ def test_metric_needs_a_value_on_validation(
     text = r"the metric size/r2 must have a value .* Use another metric, or label more rows\."
     with pytest.raises(InputError, match=text) if is_refused else nullcontext():
         check(tmp_path, **study)
+
+
+def test_a_checked_study_is_not_scored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every joining worker would score all rows of validation before its first trial."""
+    resolved = resolve_study(tiny_study(tmp_path), CPU)
+    monkeypatch.setattr(objectives, "score", lambda *_: pytest.fail("scored"))
+    build_executor(resolved, tmp_path, checks_values=False)
+    with pytest.raises(pytest.fail.Exception, match="scored"):
+        build_executor(resolved, tmp_path)
 
 
 def test_negative_r2_counts_as_zero_in_the_score() -> None:

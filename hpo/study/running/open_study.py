@@ -112,7 +112,7 @@ def open_study(
             resolved, lacking = _resolve_here(config, trials_run)
             must_check = not (stored and stored.has_trained) and WORKERS_ON_DEVICE not in os.environ
             if trains_here or must_check:
-                executor = _build_executor(resolved, runs_dir)
+                executor = _build_executor(resolved, runs_dir, checks_values=must_check)
                 if stored is None:
                     config = _fit_pruner(executor)
                 if must_check:
@@ -133,7 +133,7 @@ def open_study(
         if trains_here and made.counts["done"] < config.n_trials:
             if executor is None:  # it was finished, and somebody raised `n_trials` meanwhile
                 resolved, lacking = _resolve_here(config, trials_run)
-                executor = _build_executor(resolved, runs_dir)
+                executor = _build_executor(resolved, runs_dir, checks_values=False)
             executor.cache = storage
         yield OpenStudy(config, storage, runs_dir, made, lacking, executor)
 
@@ -210,9 +210,9 @@ def check_precisions(study: ResolvedStudy) -> dict[str, str]:
     return lacking | no_base
 
 
-def _build_executor(resolved: ResolvedStudy, runs_dir: Path) -> Executor:
+def _build_executor(resolved: ResolvedStudy, runs_dir: Path, *, checks_values: bool) -> Executor:
     amp = share_memory(resolved.amp, resolved.device, _num_on_device())
-    return build_executor(replace(resolved, amp=amp), runs_dir)
+    return build_executor(replace(resolved, amp=amp), runs_dir, checks_values=checks_values)
 
 
 def _fit_pruner(executor: Executor) -> StudyConfig:

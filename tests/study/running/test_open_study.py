@@ -36,10 +36,10 @@ class FakeExecutor:
     problem: Exception | None = None
     made: list[FakeExecutor]
 
-    def __init__(self, resolved: ResolvedStudy, *_: Any) -> None:
+    def __init__(self, resolved: ResolvedStudy, *_: Any, checks_values: bool) -> None:
         self.resolved = resolved
         self.study, self.device, self.amp = resolved.config, resolved.device, resolved.amp
-        self.num_checks = 0
+        self.num_checks, self.checks_values = 0, checks_values
         self.made.append(self)
 
     def fit_pruner(self) -> tuple[Any, str]:
@@ -106,6 +106,7 @@ def test_study_is_checked_until_a_trial_has_trained(
         assert opened.stored.counts["open"] == (2 if begun == "no" else 1)
         assert opened.executor is executors.made[0]
     assert [executor.num_checks for executor in executors.made] == [num_checks]
+    assert [executor.checks_values for executor in executors.made] == [bool(num_checks)]
 
 
 @pytest.mark.usefixtures("executors")
