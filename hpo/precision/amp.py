@@ -28,7 +28,10 @@ from hpo.precision.parts import float32_modules, run_as_before
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
-"""So many bad steps in a row end a trial: the loss, or without loss scaling a gradient, is not finite."""
+"""Number of bad steps in a row that end a trial.
+
+In a bad step the loss is not finite, or without loss scaling a gradient.
+"""
 
 _COUNTS = ("epoch_fallbacks", "num_steps", "fp32_fallbacks")
 _TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max", "losses_in_a_row", "gradients_in_a_row")

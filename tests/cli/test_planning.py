@@ -45,7 +45,7 @@ def planned(tmp_path: Path, *seconds: float, num_workers: int = 1, **changes: An
 
 @pytest.mark.parametrize(("pruner", "num_trials"), [({"name": "none"}, 7), (PROMOTE, 28)])
 def test_plan_of_a_budget(tmp_path: Path, pruner: dict[str, Any], num_trials: int) -> None:
-    """Of 28 starts nine and three continue, which is 6.7 whole trials; of 30 it would be 7.1."""
+    """With 28 starts, nine and then three continue: 6.7 whole trials. With 30 starts it would be 7.1."""
     plan = planned(tmp_path, 60, n_trials=100, budget={"hours": 7.05 * 60 / 3600}, pruner=pruner)
     assert plan.stages[0].num_trials in (num_trials, num_trials + 1)
     assert plan.whole_trials <= 7.05
