@@ -39,7 +39,7 @@ from hpo.precision.table import PRECISIONS, AmpConfig, Precision, base_lacks, ca
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task
 from hpo.tasks.options import DecodingThresholds
-from hpo.tasks.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit
+from hpo.tasks.tokenized_split import TokenizedSplit
 from hpo.training.decoding import class_probabilities, decode_tasks
 from hpo.training.evaluate import predict_logits
 
@@ -248,7 +248,6 @@ class TrainedModel(nn.Module):
 
         Calls `on_batch` before each batch.
         """
-        few_shapes = self.device.type == "cuda"
         batches = evaluation_batches(split.lengths_W, max_tokens or self._default_max_tokens())
         is_exact = self._precision.name == "fp32"
         with (
@@ -257,7 +256,7 @@ class TrainedModel(nn.Module):
         ):
             return predict_logits(
                 self.network,
-                replace(split, length_multiple=LENGTH_MULTIPLE if few_shapes else 1),
+                replace(split, has_few_lengths=self.device.type == "cuda"),
                 batches,
                 self._mixed_precision(),
                 self.tokenizer.pad_token_id or 0,

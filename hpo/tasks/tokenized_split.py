@@ -21,7 +21,6 @@ IntArray = NDArray[np.signedinteger[Any]]
 BoolArray = NDArray[np.bool_]
 AnyArray = NDArray[Any]
 
-LENGTH_MULTIPLE = 8
 """Multiple of padded lengths, for few shapes on a GPU and in compiled code."""
 WHOLE_TEXTS = 2**31 - 1
 """A `max_length` without any cut."""
@@ -101,8 +100,8 @@ class TokenizedSplit:
     """Number of texts without their end, since they are longer than a window."""
     num_lost_spans: Mapping[str, int]
     """For each span task, the number of spans not whole in any window."""
-    length_multiple: int = LENGTH_MULTIPLE
-    """Multiple of padded lengths."""
+    has_few_lengths: bool = True
+    """Round padded lengths up (`padded_length`)."""
 
     @property
     def num_windows(self) -> int:

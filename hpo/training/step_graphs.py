@@ -20,7 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ MAX_GRAPHS = 48
 """Most recorded shapes."""
 TOLERANCE = 0.02
 """Largest relative difference between a replay and its pass. Atomic additions differ from run to run."""
-MIN_LAUNCH_RATIO = 1.5
+MIN_LAUNCH_RATIO = 1.1
 """Least ratio of the time of a pass's launches to the time of its replay for a recording."""
 
 Passes = Callable[[Batch, Mapping[str, "int | Tensor"], "float | Tensor"], Tensor]
@@ -60,7 +60,9 @@ class StepGraphs:
         self._seen: Counter[Hashable] = Counter()
         self._recordings: dict[Hashable, _Recording] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), _recording_stream(device.torch_device)
+        self._stream = _recording_stream(device.torch_device)
+        self._pool: Any = None
+        """Memory of the recordings."""
         self.problem = ""
         """Reason for no more recordings; empty: no problem."""
         self.num_recorded = 0
@@ -162,19 +164,28 @@ class StepGraphs:
         """Record the kernels of the block; yield the graph and the parameters with a gradient."""
         graph, reached = torch.cuda.CUDAGraph(), dict[nn.Parameter, None]()
         mode = torch.cuda.get_sync_debug_mode()
+        generator = torch.cuda.default_generators[self._device.index]
+        before = generator.clone_state()
+        if not self._recordings:
+            self._pool = torch.cuda.graph_pool_handle()  # PyTorch refuses the pool of dropped graphs
         self._stream.wait_stream(torch.cuda.current_stream())
-        with contextlib.ExitStack() as undo:
-            for parameter in self._trainable:
-                hook = parameter.register_post_accumulate_grad_hook(lambda one: reached.setdefault(one))
-                undo.callback(hook.remove)
-            undo.enter_context(torch.cuda.stream(self._stream))
-            # Other threads may use the GPU meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            undo.callback(graph.capture_end)
-            # An operation that waits for the GPU raises before it spoils the recording.
-            _set_sync_debug_mode("error")
-            undo.callback(_set_sync_debug_mode, mode)
-            yield graph, reached
+        try:
+            with contextlib.ExitStack() as undo:
+                for parameter in self._trainable:
+                    hook = parameter.register_post_accumulate_grad_hook(lambda one: reached.setdefault(one))
+                    undo.callback(hook.remove)
+                undo.enter_context(torch.cuda.stream(self._stream))
+                # Other threads may use the GPU meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                undo.callback(graph.capture_end)
+                # An operation that waits for the GPU raises before it spoils the recording.
+                _set_sync_debug_mode("error")
+                undo.callback(_set_sync_debug_mode, mode)
+                yield graph, reached
+        except BaseException:
+            # Without an end, a recording leaves the generator in a state that refuses dropout.
+            generator.graphsafe_set_state(before)
+            raise
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _is_good(

@@ -45,7 +45,7 @@ from hpo.precision.table import Resolution, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
 from hpo.tasks.kind import Kind, kind_of
 from hpo.tasks.options import LossOptions
-from hpo.tasks.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
+from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
 from hpo.training.budget import Budget
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
@@ -114,8 +114,8 @@ class TrialLoader:
         if key not in self._tokens:
             tokenizer, windowing = self.tokenizer(config), self.windowing(config)
             self._tokens[key] = load_tokenized(self.dataset, split, tokenizer, windowing, self.cache_dir)
-        few_shapes = self.device.type == "cuda" or config.compile != "none"
-        return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
+        has_few_lengths = self.device.type == "cuda" or config.compile != "none"
+        return replace(self._tokens[key], has_few_lengths=has_few_lengths)
 
     def sampling(self, config: TrialConfig, train: TokenizedSplit) -> SourceSampling | None:
         """Return how the trial draws from the sources of the data; None if there are none."""

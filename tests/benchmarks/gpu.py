@@ -5,10 +5,10 @@ texts, with the same batch size and optimiser. The parts run in this order, and 
 is over. The last line says what was left out.
 
 rounds      bf16: all contenders in turn, after one round that is not counted
-compiled    long texts: hpo with `compile: default` of each layer
+variants    long texts: hpo without CUDA graphs, and with `compile: default` of each layer
 products    the rate of a layer's matrix products alone, and the share of it that training reaches
 workers     trials in an hour of a study, with 1 and with 4 workers on the device
-profile     where a step of short texts spends its time; only if hpo is slower than wanted, or with --profile
+profile     where a step spends its time, of texts with which hpo is slower than wanted; all with --profile
 precisions  fp16, tf32 and fp32: hpo alone
 """
 
@@ -49,13 +49,14 @@ from hpo.precision.table import support
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import Callbacks
 
-PARTS = ("rounds", "compiled", "products", "workers", "profile", "precisions")
+PARTS = ("rounds", "variants", "products", "workers", "profile", "precisions")
 PEERS: dict[str, Callable[..., dict[str, Any]]] = {
     "trainer": peers.run_tuned_trainer,
     "plain": peers.run_plain,
 }
 OURS: dict[str, dict[str, Any]] = {
     "hpo": {},
+    "hpo-eager": {"cuda_graphs": False},
     "hpo-compiled": {"compile": "default", "compile_scope": "layers"},
 }
 WANTED = {"long": 1.5, "short": 2.0}
@@ -101,11 +102,11 @@ class Report:
 def make_workloads(folder: Path, device: str, *, tiny: bool) -> dict[str, Workload]:
     """The long and the short texts, written into `folder`."""
     encoder = fresh_encoder("tiny" if tiny else "base")
-    long = Workload("long", "", (), 320, (8, 27), 32 * 64, 512, 64, encoder, device=device)
+    long = Workload("long", "", (), 320, (8, 27), 96 * 64, 512, 64, encoder, device=device)
     short = Workload("short", "", (), 64, (1, 2), 40 * 256, 2048, 256, encoder, (4, 18), device)
     if tiny:
         small = {"num_validation": 16, "batch_size": 4}
-        long = replace(long, synthetic_sentences=(1, 3), num_train=4 * 5, **small)
+        long = replace(long, synthetic_sentences=(1, 3), num_train=4 * 15, **small)
         short = replace(short, num_train=4 * 15, **small)
     for workload in (long, short):
         write_workload(workload, folder / workload.name)
@@ -194,12 +195,13 @@ class Benchmark:
                 verdict = f"; wanted at least {wanted:g}x: {reached}" if peer == "trainer" else ""
                 self.report.figure(f"{workload} bf16 hpo over {peer}: train", ratios, f"x{verdict}")
 
-    def compiled(self) -> None:
+    def variants(self) -> None:
         if self.device.type == "cpu":
-            print("long bf16 hpo-compiled: left out. A CPU takes minutes to compile.")
+            print("variants: left out. A CPU has no CUDA graphs, and takes minutes to compile.")
             return
-        self.run_contender("long", "bf16", "hpo-compiled", 1)
-        self.show("long", "bf16", "hpo-compiled")
+        for name in ("hpo-eager", "hpo-compiled"):
+            self.run_contender("long", "bf16", name, 1)
+            self.show("long", "bf16", name)
 
     def products(self) -> None:
         for workload in self.workloads:
@@ -217,16 +219,17 @@ class Benchmark:
         self.report.figure(f"{workload} {precision} hpo: share of products", shares, "")
 
     def profile(self) -> None:
-        has_peer = ("short", "bf16", "trainer") in self.measured
-        is_fast = has_peer and statistics.median(self.ratios("short", "trainer")) >= WANTED["short"]
-        if is_fast and not self.arguments.profile:
-            return
-        run = partial(self.run_hpo, "short", "bf16")
-        events, profiled = profile_steps(run, self.device)
-        unprofiled = None
-        if known := self.measured.get(("short", "bf16", "hpo")):
-            unprofiled = self.workloads["short"].batch_size / statistics.median(known["train"])
-        print("short bf16 hpo:", *describe_profile(events, profiled, unprofiled), sep="\n", flush=True)
+        for workload, wanted in WANTED.items():
+            has_peer = (workload, "bf16", "trainer") in self.measured
+            is_fast = has_peer and statistics.median(self.ratios(workload, "trainer")) >= wanted
+            if (is_fast and not self.arguments.profile) or not self.report.allows(f"profile of {workload}"):
+                continue
+            events, profiled = profile_steps(partial(self.run_hpo, workload, "bf16"), self.device)
+            unprofiled = None
+            if known := self.measured.get((workload, "bf16", "hpo")):
+                unprofiled = self.workloads[workload].batch_size / statistics.median(known["train"])
+            lines = describe_profile(events, profiled, unprofiled)
+            print(f"{workload} bf16 hpo:", *lines, sep="\n", flush=True)
 
     def precisions(self) -> None:
         for workload in self.workloads:
@@ -274,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted, at most")
     parser.add_argument("--seconds", type=float, default=145.0, help="when to end")
     parser.add_argument("--results", type=Path, help="a file to which figures are added as lines of JSON")
-    parser.add_argument("--profile", action="store_true", help="profile short texts in any case")
+    parser.add_argument("--profile", action="store_true", help="profile all texts in any case")
     parser.add_argument("--compile", help="the mode of `compile` for hpo; to compile takes minutes")
     parser.add_argument("--no-graphs", action="store_true", help="hpo without CUDA graphs")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="how many on the device")

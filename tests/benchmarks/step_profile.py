@@ -15,7 +15,7 @@ from hpo.trial.telemetry import Callbacks
 
 FIRST_STEP, NUM_STEPS = 4, 10
 """The step before the first one that is profiled, and how many steps are profiled."""
-NUM_KERNELS = 10
+NUM_KERNELS = 24
 
 
 def profile_steps(run: Callable[[Callbacks], object], device: DeviceInfo) -> tuple[Any, float]:

@@ -120,9 +120,15 @@ def characters(row: Example, spans: list[tuple[str, int, int]]) -> set[tuple[str
 
 
 @pytest.mark.parametrize(
-    ("longest", "max_length", "padded"), [(1, 64, 8), (8, 64, 8), (9, 64, 16), (50, 50, 50), (49, 50, 50)]
+    ("longest", "max_length", "padded"),
+    [
+        *[(1, 64, 8), (8, 64, 8), (9, 64, 16), (50, 50, 50), (49, 50, 50), (64, 512, 64)],
+        *[(65, 512, 80), (128, 512, 128), (129, 512, 160), (300, 512, 320), (300, 310, 310)],
+    ],
 )
-def test_lengths_are_padded_to_eights_within_the_maximum(longest: int, max_length: int, padded: int) -> None:
+def test_lengths_are_padded_to_few_values_within_the_maximum(
+    longest: int, max_length: int, padded: int
+) -> None:
     assert padded_length(longest, max_length) == padded
 
 
@@ -138,8 +144,8 @@ def test_a_batch_is_padded_to_its_longest_window() -> None:
     assert batch.num_tokens == 10
     assert batch.windows_B.tolist() == [2, 0]
     assert batch.input_ids_BL.dtype == batch.attention_mask_BL.dtype == torch.int64
-    by_ones = collate(replace(split, length_multiple=1), [2, 0], (), pad_id=9)
-    assert by_ones.input_ids_BL.shape == (2, 7)
+    exact = collate(replace(split, has_few_lengths=False), [2, 0], (), pad_id=9)
+    assert exact.input_ids_BL.shape == (2, 7)
 
 
 LENGTHS = np.random.default_rng(0).integers(5, 300, size=5003)
@@ -156,7 +162,7 @@ def test_training_batches_hold_every_window_once(num_windows: int, batch_size: i
 
 
 def padding_share(batches: list[np.ndarray]) -> float:
-    padded = sum(len(batch) * padded_length(int(LENGTHS[batch].max()), 512) for batch in batches)
+    padded = sum(len(batch) * int(LENGTHS[batch].max()) for batch in batches)
     return 1 - LENGTHS.sum() / padded
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
+from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
 from hpo.memory import release_free_memory
 from hpo.models.multitask import MultitaskModel
@@ -24,6 +26,7 @@ from hpo.precision.effective import Observation, observe_model
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.random_numbers import manual_seed
 from hpo.training.compilation import run_both_modes
+from hpo.training.step_graphs import StepGraphs
 from hpo.trial.executor import Executor
 from hpo.trial.parts import TrialParts, assemble
 from hpo.trial.telemetry import Callbacks
@@ -103,6 +106,46 @@ def test_cuda_graphs_give_the_losses_of_eager_training_and_free_their_memory(
     assert relative(again, eager) < 1e-3
     assert relative(compiled, eager) < 1e-2
     assert after <= before + WORKSPACES_BYTES
+
+
+def test_a_recording_that_does_not_pay_is_dropped(
+    device: DeviceInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str], None]
+) -> None:
+    """The first recording is dropped with its memory; later shapes are recorded."""
+    verdicts: list[bool] = []
+
+    def is_good(graphs: StepGraphs, *arguments: Any) -> bool:
+        verdicts.append(is_good_before(graphs, *arguments) and bool(verdicts))
+        return verdicts[-1]
+
+    is_good_before = StepGraphs._is_good
+    monkeypatch.setattr(StepGraphs, "_is_good", is_good)
+    training = {"max_steps": 40 if device.type == "cuda" else 2, "batch_size": 8, **DROPOUT}
+    loss = train_loss(executor_of(tmp_path, device, training), "none", graphs=True)
+    figure(f"recordings that pay: {verdicts}; loss {loss:.4f}")
+    assert verdicts == ([False, True] if device.type == "cuda" else [])
+
+
+def test_a_spoiled_recording_leaves_dropout_usable(device: DeviceInfo, figure: Callable[[str], None]) -> None:
+    if device.type == "cpu":
+        pytest.skip("a CPU has no CUDA graphs")
+    model = nn.Linear(8, 8, device=device.torch_device)
+
+    def passes(batch: Batch, *_: Any) -> Tensor:
+        loss = F.dropout(model(batch.input_ids_BL.float()), 0.5).sum()
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()  # CUDA refuses it, and the whole recording
+        loss.backward()
+        return loss.detach()
+
+    graphs = StepGraphs(model, passes, device)
+    ids = torch.ones(2, 8, dtype=torch.long)
+    batch = Batch(ids, ids, None, {}, np.arange(2), np.full(2, 8)).to(device.torch_device)
+    for _ in range(3):
+        model.zero_grad()
+        assert graphs(batch, {}, 1.0).isfinite()
+    figure(graphs.problem)
+    assert graphs.problem.startswith("a step cannot be recorded: ")
 
 
 def compute_in_fp32(linear: nn.Linear) -> None:

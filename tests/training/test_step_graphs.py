@@ -71,7 +71,6 @@ class Graphs(StepGraphs):
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("get_rng_state", "set_rng_state"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch, name))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda values: values)
     monkeypatch.setattr(hpo.training.step_graphs, "_recording_stream", lambda _: None)
     monkeypatch.setattr(hpo.training.step_graphs, "MIN_LAUNCH_RATIO", 1e-9)
