@@ -164,28 +164,19 @@ class StepGraphs:
         """Record the kernels of the block; yield the graph and the parameters with a gradient."""
         graph, reached = torch.cuda.CUDAGraph(), dict[nn.Parameter, None]()
         mode = torch.cuda.get_sync_debug_mode()
-        generator = torch.cuda.default_generators[self._device.index]
-        before = generator.clone_state()
         if not self._recordings:
             self._pool = torch.cuda.graph_pool_handle()  # PyTorch refuses the pool of dropped graphs
         self._stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with contextlib.ExitStack() as undo:
-                for parameter in self._trainable:
-                    hook = parameter.register_post_accumulate_grad_hook(lambda one: reached.setdefault(one))
-                    undo.callback(hook.remove)
-                undo.enter_context(torch.cuda.stream(self._stream))
-                # Other threads may use the GPU meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                undo.callback(graph.capture_end)
-                # An operation that waits for the GPU raises before it spoils the recording.
-                _set_sync_debug_mode("error")
-                undo.callback(_set_sync_debug_mode, mode)
-                yield graph, reached
-        except BaseException:
-            # Without an end, a recording leaves the generator in a state that refuses dropout.
-            generator.graphsafe_set_state(before)
-            raise
+        with contextlib.ExitStack() as undo:
+            for parameter in self._trainable:
+                hook = parameter.register_post_accumulate_grad_hook(lambda one: reached.setdefault(one))
+                undo.callback(hook.remove)
+            undo.enter_context(torch.cuda.stream(self._stream))
+            undo.enter_context(_captured(graph, self._pool, self._device.index))
+            # An operation that waits for the GPU raises before it spoils the recording.
+            _set_sync_debug_mode("error")
+            undo.callback(_set_sync_debug_mode, mode)
+            yield graph, reached
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _is_good(
@@ -227,6 +218,30 @@ class StepGraphs:
             parts = [f"{error:.2g} of {size:.2g}" for error, size in zip(errors, sizes, strict=True)]
             self._give_up(f"a replayed step differs from the step: {' and '.join(parts)} (loss, gradients).")
         return False
+
+
+@contextlib.contextmanager
+def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[None]:
+    """Capture the kernels of the block, on the current stream.
+
+    Raises RuntimeError if PyTorch cannot begin or end the capture. The device's generator would then refuse
+    dropout for good, so it gets a new state. Earlier graphs use the old one: do not replay them.
+    """
+    generator, is_whole = torch.cuda.default_generators[device], False
+    before = generator.clone_state()
+    try:
+        # Other threads may use the GPU meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+            is_whole = True
+    except Exception as error:
+        if is_whole:
+            raise
+        generator.graphsafe_set_state(before)
+        raise RuntimeError(str(error)) from error  # out of memory too: the caller must drop its graphs
 
 
 @cache

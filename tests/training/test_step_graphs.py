@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.training import loop
 from hpo.training.budget import TrainState
 from hpo.training.loop import Learner, accumulate_gradients
-from hpo.training.step_graphs import StepGraphs, _Recording
+from hpo.training.step_graphs import StepGraphs, _captured, _Recording
 
 NUM_STEPS = 4
 
@@ -177,3 +178,45 @@ def test_out_of_memory_releases_graphs_first(monkeypatch: pytest.MonkeyPatch) ->
     assert refused == [4]
     assert (state.micro_batch_size, state.oom_halvings) == (4, 0)
     assert graphs.problem == "no memory was left for CUDA graphs."
+
+
+class Generator:
+    """Stands in for the generator of a GPU."""
+
+    state = "of recordings"
+
+    def clone_state(self) -> str:
+        return "usable"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("fails", "state", "kind"),
+    [
+        ("begin", "usable", RuntimeError),
+        ("end", "usable", RuntimeError),
+        ("block", "of recordings", KeyError),
+    ],
+)
+def test_a_capture_without_an_end_resets_the_generator(
+    fails: str, state: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise torch.OutOfMemoryError(fails)
+
+    generator, graph = Generator(), Mock()
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+    if fails != "block":
+        getattr(graph, f"capture_{fails}").side_effect = refuse
+
+    def capture() -> None:
+        with _captured(graph, None, 0):
+            if fails == "block":
+                raise KeyError(fails)
+
+    with pytest.raises(kind) as raised:
+        capture()
+    assert not isinstance(raised.value, torch.OutOfMemoryError), "this would be tried again beside old graphs"
+    assert generator.state == state
