@@ -16,6 +16,7 @@ from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpo.errors import ModelError
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
 from hpo.training import float32_optimizer
