@@ -43,7 +43,9 @@ ROW: dict[str, Any] = {
 def read(path: Path, columns: dict[str, str] | None = None, **settings: Any) -> tuple[Any, list[str]]:
     """Read the ids and texts, and the problems, as a model with these columns and settings does."""
     windowing = Windowing(16, pair_segments=settings.pop("pair", None))
-    export = ExportSettings(windowing=windowing, attention="sdpa", precision="fp32", columns=columns or {}, **settings)
+    export = ExportSettings(
+        windowing=windowing, attention="sdpa", precision="fp32", columns=columns or {}, **settings
+    )
     model = TrainedModel(make_model(), load_tokenizer("minilm"), export)
     examples, problems = read_examples(path, model)
     return [(example.id, example.text) for example in examples], [": ".join(one) for one in problems]
