@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from hpo.config.study_config import StudyConfig
-from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, normalised
+from hpo.data.checks import DataFacts, LengthFacts, TaskFacts
 from hpo.tasks.kind import KINDS
 
 _EMPTY = {"none", "nan", "null", "na", "n/a", "<na>", "nat", "#n/a"}
@@ -18,13 +15,11 @@ _EMPTY = {"none", "nan", "null", "na", "n/a", "<na>", "nat", "#n/a"}
 def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> list[str]:
     """Return the advice; names are between backticks."""
     num_texts = sum(split.num_rows for split in data.splits.values())
-    num_windows = max(cut.num_windows["train"] for cut in lengths.cuts)
-    advice = [*_leaks(data), *_cuts(lengths, num_texts, config), *_batch(num_windows, config)]
+    advice = [*_leaks(data), *_cuts(lengths, num_texts, config)]
     is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
         advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
-        advice += [*_similar_classes(task), *_inferred_classes(task), *_equal_numbers(task)]
-        advice += [f"`{task.name}`: {task.odd_spans}"] if task.odd_spans else []
+        advice += _inferred_classes(task)
     return advice
 
 
@@ -61,16 +56,6 @@ def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator
         if cuts_off and num_over >= 0.05 * num_texts and not any(lost.values()):
             are_cut = f"{_part(num_over, num_texts, 'text', 'the data')} cut"
             yield f"{are_cut} at `max_length` {cut.max_length}: {remedy}."
-
-
-def _batch(num_texts: int, config: StudyConfig) -> Iterator[str]:
-    searched = config.search_space.get("batch_size")
-    sizes = getattr(searched, "choices", (getattr(searched, "high", config.training.batch_size),))
-    if (largest := max(sizes)) > num_texts:
-        yield (
-            f"`batch_size` {largest:,} is more than the {num_texts:,} texts of train: each step sees all of "
-            f"them. Take at most {max(1, num_texts // 2):,}."
-        )
 
 
 def _unlabelled(task: TaskFacts, *, is_csv: bool) -> Iterator[str]:
@@ -119,53 +104,14 @@ def _missing_classes(task: TaskFacts) -> Iterator[str]:
             )
 
 
-def _similar_classes(task: TaskFacts) -> Iterator[str]:
-    alike: dict[str, list[str]] = {}
-    for label in task.labels:
-        alike.setdefault(_spelling(label), []).append(label)
-    for labels in alike.values():
-        if len(labels) > 1:
-            yield (
-                f"`{task.name}`: {_names(labels)} are different classes, but differ only in case, spaces, "
-                "accents or hyphens. Write them in one way."
-            )
-
-
-def _spelling(label: str) -> str:
-    """Return a key; equal keys are probably one class."""
-    plain = "".join(one for one in unicodedata.normalize("NFKC", label) if unicodedata.category(one) != "Cf")
-    joined = re.sub(r"(?<=[^\W\d_])[\s_-]+(?=[^\W\d_])", "", normalised(plain))
-    return re.sub(r"^(-?\d+)\.0+$", r"\1", joined)
-
-
 def _inferred_classes(task: TaskFacts) -> Iterator[str]:
-    """Report inferred classes with the name of a missing value, or with several names in one."""
-    if not task.is_inferred:
-        return
-    if empty := [label for label in task.labels if label != "none" and label.lower() in _EMPTY]:
+    """Report inferred classes with the name of a missing value."""
+    empty = [label for label in task.labels if label != "none" and label.lower() in _EMPTY]
+    if task.is_inferred and empty:
         yield (
             f"`{task.name}`: {_names(empty)} is a class: if it means that nobody labelled the row, leave its "
             "cell empty. If it is a class, list it in the `classes` of the task."
         )
-    if KINDS[task.kind].is_list:
-        parts = {label: [part.strip() for part in re.split("[,;/]", label)] for label in task.labels}
-        numbers = Counter(part for pieces in parts.values() for part in set(pieces))
-        for label, pieces in parts.items():
-            if len(pieces) > 1 and max(numbers[part] for part in pieces) > 1:
-                yield (
-                    f"`{task.name}`: `{label}` is one class. If it names several, give a list, or separate "
-                    "them by `|` (in csv, or as `data.csv.list_separator` says). If it is a class, list it "
-                    "in the `classes` of the task."
-                )
-                return
-
-
-def _equal_numbers(task: TaskFacts) -> Iterator[str]:
-    for split, of in task.numbers.items():
-        if of["minimum"] == of["maximum"] and task.num_annotated[split] > 1:
-            why = "there is nothing to learn" if split == "train" else "r2 is 0 or 1 there"
-            all_of = f"all {task.num_annotated[split]:,} numbers of {split}"
-            yield f"`{task.name}`: {all_of} are {of['minimum']:.15g}: {why}. Check the column."
 
 
 def _names(labels: Sequence[str]) -> str:

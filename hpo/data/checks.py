@@ -18,17 +18,12 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from hpo.data.dataset import DataSet
-from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, kind_of
 from hpo.tasks.tokenized_split import WHOLE_TEXTS, IntArray, Windowing
 
 _logger = logging.getLogger("hpo.data")
-
-
-def normalised(text: str) -> str:
-    return " ".join(text.casefold().split())
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,6 @@ class TaskFacts:
     """Number of rows of each class, or of spans of each span name; 0 included."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Minimum, mean, std and maximum of a regression's targets."""
-    odd_spans: OddSpans | None = None
-    """Spans with an end inside a word or at a space, if there are many."""
 
     @property
     def counts_spans(self) -> bool:
@@ -92,15 +85,12 @@ class DataFacts:
 
 
 def data_facts(dataset: DataSet) -> DataFacts:
-    tasks = [
-        TaskFacts(task.name, task.kind, task.labels, task.is_inferred, odd_spans=dataset.odd_spans(task.name))
-        for task in dataset.tasks
-    ]
+    tasks = [TaskFacts(task.name, task.kind, task.labels, task.is_inferred) for task in dataset.tasks]
     splits: dict[str, SplitFacts] = {}
     keys: dict[str, NDArray[np.int64]] = {}
     for split, examples in dataset.splits.items():
         _logger.info("checking the %s split", split)
-        key_E = np.fromiter((hash(normalised(row.text)) for row in examples), dtype=np.int64)
+        key_E = np.fromiter((hash(" ".join(row.text.casefold().split())) for row in examples), dtype=np.int64)
         keys[split] = key_E
         splits[split] = SplitFacts(len(examples), len(examples) - len(np.unique(key_E)))
         for task, facts in zip(dataset.tasks, tasks, strict=True):
