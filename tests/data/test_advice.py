@@ -10,8 +10,7 @@ import pytest
 from support.jsonl_sets import load_set, write_set
 
 from hpo.config.study_config import StudyConfig
-from hpo.data.advice import data_advice
-from hpo.data.checks import CutFacts, DataFacts, Leak, LengthFacts, SplitFacts, TaskFacts
+from hpo.data.checks import CutFacts, DataFacts, Leak, LengthFacts, SplitFacts, TaskFacts, data_advice
 
 SPLITS = ("train", "validation")
 ROWS = dict.fromkeys(SPLITS, 100)
