@@ -58,10 +58,7 @@ def objective_value(
     tasks: Sequence[Task],
     measured: Mapping[str, float | None],
 ) -> float:
-    """Return the value of a metric in an evaluation: NaN for one that is not measured yet.
-
-    Raises InputError if the evaluation lacks the metric (`undefined_metric`).
-    """
+    """Return the value of a metric in an evaluation: NaN for one that is not measured yet."""
     value: float | None
     if metric in MEASURED_METRICS:
         value = measured[metric]
