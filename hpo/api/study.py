@@ -64,8 +64,7 @@ from hpo.study.store.database import parse_url, sqlite_path, storage_url
 from hpo.track.background import track_in_background
 from hpo.training.evaluate import Evaluation
 from hpo.trial.diagnosis import Diagnosis
-from hpo.trial.executor import Executor
-from hpo.trial.own_executor import build_executor
+from hpo.trial.executor import Executor, build_executor
 from hpo.trial.reproduction import Reproduction
 from hpo.trial.telemetry import Callbacks
 from hpo.trial.verify import PrecisionCheck, check_precision, verify

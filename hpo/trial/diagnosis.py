@@ -26,8 +26,7 @@ from hpo.random_numbers import generator_states, manual_seed, set_generator_stat
 from hpo.training.budget import TrainState
 from hpo.training.checkpoint import Checkpoint, intact_checkpoints
 from hpo.trial.executor import Executor
-from hpo.trial.measure import Side, Work
-from hpo.trial.nonfinite import is_finite
+from hpo.trial.measure import Side, Work, is_finite
 from hpo.trial.parts import TrialParts, build_trial, training_args
 from hpo.trial.run import checkpoint_key
 
@@ -110,11 +109,7 @@ class Diagnosis:
 
 
 def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
-    """Find the first non-finite numbers in the batch after a trial's checkpoint, and the remedies.
-
-    Raises InputError if the trial is not `nonfinite`, cannot run on this device or does not fit into its
-    memory.
-    """
+    """Find the first non-finite numbers in the batch after a trial's checkpoint, and the remedies."""
     must = f"trial {trial.number} must have"
     if trial.outcome != Outcome.NONFINITE:
         raise InputError(

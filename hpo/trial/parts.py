@@ -7,7 +7,6 @@ for all trials of a study.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -56,8 +55,6 @@ from hpo.training.schedule import own_schedule
 from hpo.training.training_data import TrainingData
 from hpo.trial.objectives import decision_metrics
 
-_logger = logging.getLogger("hpo.trial")
-
 
 class TrialLoader:
     """Loads the data of a study at once, tokenizers and tokens on demand, and keeps them.
@@ -73,9 +70,6 @@ class TrialLoader:
         self.cache_dir = runs_dir / "cache" / "tokens"
         self.dataset = load_data(self.study.data)
         self.tasks = self.dataset.tasks
-        for task in self.tasks:
-            if warning := self.dataset.odd_spans(task.name):
-                _logger.warning("`%s`: %s", task.name, warning)
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
 
@@ -346,6 +340,8 @@ def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
     """
     training, pruner = study.training, study.pruner
     is_given = "pruner.name" in study.given
+    if study.has_own_loop:
+        return study, "it is set in the study file" if is_given else "the study's own code trains"
     if training.max_steps or training.max_seconds or study.search_space.keys() & {*BUDGETS}:
         default = "it is the default for trials that are not measured in epochs"
         return study, "it is set in the study file" if is_given else default
