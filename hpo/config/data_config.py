@@ -168,7 +168,7 @@ class CsvConfig(Section):
     """Format of csv files (csv, and csv files of hub)."""
 
     delimiter: Character | None = None
-    """Delimiter of cells: a character, or `tab`. Default: `,`."""
+    """Delimiter of cells: a character, or `tab`. Default: `,`, `;`, tab or `|`, detected from the columns."""
     list_separator: Character | None = None
     """Separator of classes in a cell without a JSON list. Default: `|`."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None

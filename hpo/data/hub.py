@@ -16,7 +16,7 @@ from typing import Any
 import datasets
 
 from hpo.config.data_config import HubConfig, SourceConfig
-from hpo.data.sources import SPLITS, Reader, csv_rows
+from hpo.data.sources import SPLITS, Reader, csv_reader
 from hpo.data.tables import Row, Table, TaskConfigs
 from hpo.errors import DataError, did_you_mean, shorten
 
@@ -53,10 +53,10 @@ def hub_readers(config: SourceConfig, hub: HubConfig, tasks: TaskConfigs) -> dic
         if name in loaded:
             class_names = _class_names(builder.info.features if files else loaded[name].features)
             table = Table(f"{hub.name}[{name}]", split, config.columns, tasks, class_names)
-            rows = partial(_hub_rows, loaded[name], table)
             if files:
-                rows = partial(csv_rows, files[name], config.csv, table)
-            readers[split] = Reader(table.name, rows)
+                readers[split] = csv_reader(files[name], config.csv, table)
+            else:
+                readers[split] = Reader(table.name, partial(_hub_rows, loaded[name], table))
         elif split in splits or split == "train":
             raise DataError(
                 f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."

@@ -6,11 +6,10 @@ a row with problems, reported with all others.
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, SourceConfig
+from hpo.data.csv_files import csv_records, detected_form, shown
 from hpo.data.tables import Row, Table, TaskConfigs, read_jsonl_row, unique_keys
 from hpo.errors import DataError, did_you_mean
 from hpo.extensions import SOURCES
@@ -122,17 +122,17 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
             readers[split] = Reader(str(path), partial(_labelled_rows, path, tasks))
         else:
             table = Table(str(path), split, config.columns, tasks)
-            rows = partial(_parquet_rows, path, table)
-            if config.source == "csv":
-                rows = partial(csv_rows, [path], config.csv, table)
-            readers[split] = Reader(table.name, rows)
+            is_parquet = config.source == "parquet"
+            parquet = Reader(table.name, partial(_parquet_rows, path, table))
+            readers[split] = parquet if is_parquet else csv_reader([path], config.csv, table)
     return readers
 
 
-def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[Row]:
+def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Row]:
     """Yield the rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text.
 
-    A table may lack the column of ids. `form` is that of csv. Raises DataError if the file cannot be read.
+    A table may lack the column of ids. `csv` is the form of the study's files; this file may have another.
+    Raises DataError if the file cannot be read.
     """
     table = Table(str(path), "row", columns, None)
     try:
@@ -140,7 +140,7 @@ def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[R
             case suffix if suffix in JSON_LINES:
                 yield from _jsonl_rows(path)
             case ".csv":
-                yield from csv_rows([path], form, table)
+                yield from _csv_rows({path: detected_form(path, csv, [columns.text])}, table)
             case ".parquet":
                 yield from _parquet_rows(path, table)
             case _:
@@ -185,50 +185,26 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def csv_rows(paths: Sequence[Path], form: CsvConfig, table: Table) -> Iterator[Row]:
-    """Yield the rows of csv files of this form. Raises DataError for broken CSV."""
+def csv_reader(paths: Sequence[Path], csv: CsvConfig, table: Table) -> Reader:
+    forms = {path: detected_form(path, csv, table.names) for path in paths}
+    return Reader(table.name, partial(_csv_rows, forms, table))
+
+
+def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
     numbers = count(1)
-    for path in paths:
-        records = _csv_records(path, form)
+    for path, form in forms.items():
+        records = csv_records(path, form)
         _, header = next(records)
-        table.check(header, hint=f" It was read with {_shown(form)}: see `data.csv.delimiter`.")
+        table.check(header)
         for (line, cells), number in zip(records, numbers, strict=False):
             where = f"{path}:{line}"
             if not cells:
                 continue
             if len(cells) != len(header):
                 problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
-                yield Row(where, None, [f"{problem} (read with {_shown(form)})"])
+                yield Row(where, None, [f"{problem} (read with {shown(form.delimiter)})"])
             else:
                 yield table.row(where, number, dict(zip(header, cells, strict=True)), form)
-
-
-def _csv_records(path: Path, form: CsvConfig) -> Iterator[tuple[int, list[str]]]:
-    """Yield the records with their first lines, the header first; [] if blank."""
-    csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
-    end = 0
-    with path.open(encoding=form.encoding or "utf-8-sig", newline="") as file:
-        records = csv.reader(file, delimiter=form.delimiter or ",", strict=True)
-        try:
-            for cells in records:
-                begin, end = end + 1, records.line_num
-                yield begin, cells
-        except UnicodeError as error:
-            raise DataError(
-                f"{path}: must be {form.encoding or 'UTF-8'}, but cannot be decoded: {error}. Save it as "
-                "UTF-8 text, or name its encoding in `data.csv.encoding` (cp1252, cp1251, utf-16 ...)."
-            ) from None
-        except csv.Error as error:
-            raise DataError(
-                f"{path}:{end + 1}: must be CSV, but the row that begins here is not: {error} (read with "
-                f"{_shown(form)}; a quote in a text is doubled)."
-            ) from None
-    if not end:
-        raise DataError(f"{path}: the file is empty; its first line must name the columns.")
-
-
-def _shown(form: CsvConfig) -> str:
-    return "tab" if form.delimiter == "\t" else f"`{form.delimiter or ','}`"
 
 
 def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:

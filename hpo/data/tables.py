@@ -28,7 +28,7 @@ from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
 
 TaskConfigs = Mapping[str, TaskConfig]
-NO_CSV = CsvConfig()
+NO_CSV = CsvConfig(delimiter=",")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def read_labels(
             if kind.is_list and cell is not None and csv.empty == "none":
                 labels[task] = []
         else:
-            separator, comma = csv.list_separator or "|", csv.delimiter not in (None, ",")
+            separator, comma = csv.list_separator or "|", csv.delimiter != ","
             try:
                 labels[task] = kind.from_cell(cell, separator, has_decimal_comma=comma)
             except ValueError as error:
@@ -113,7 +113,7 @@ class Table:
         names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
         return [name for name in dict.fromkeys(names) if name is not None]
 
-    def check(self, header: Sequence[str], hint: str = "") -> None:
+    def check(self, header: Sequence[str]) -> None:
         """Raise DataError unless the header has each column to read once."""
         if self._is_of_texts:
             column = self._columns.id or "id"
@@ -121,7 +121,7 @@ class Table:
             self._columns = self._columns.model_copy(update={"id": id_column})
         for name in self.names:
             if name not in header:
-                raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}{hint}")
+                raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}")
             same = [f"`{column}`" for column in header if column.strip() == name.strip()]
             if len(same) > 1:
                 raise DataError(

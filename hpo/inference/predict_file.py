@@ -2,23 +2,26 @@
 
 A predicted row is a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `scores: {task: {class: probability}}`, so it can be read as data again. A table has a column for each task:
-`labels.<task>`, `spans.<task>`, `scores.<task>`, with lists and mappings as JSON.
+`labels.<task>`, `spans.<task>`, `scores.<task>`.
 
 A file is written under another name and renamed when it is whole.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig
 from hpo.data.examples import problem_list
@@ -33,7 +36,9 @@ from hpo.tasks.kind import KINDS, Task
 _logger = logging.getLogger("hpo.inference")
 
 Row = dict[str, Any]
-OUTPUTS = (".jsonl", ".csv", ".parquet")
+Columns = dict[str, Task]
+"""The task of each column beside id and text."""
+WriteRows = Callable[[Iterable[Row]], None]
 
 
 @dataclass
@@ -76,7 +81,9 @@ def predict_file(
     _logger.info("predicting %d texts", len(examples))
     rows = _predicted_rows(model, examples)
     if output is not None:
-        write_predictions(output, chain.from_iterable(rows), model.tasks)
+        with predictions_file(output, model.tasks) as write:
+            for chunk in rows:
+                write(chunk)
         _logger.info("%d predictions are in %s.", len(examples), output)
     return FilePredictions(len(examples), [": ".join(one) for one in bad], rows, output)
 
@@ -131,31 +138,31 @@ def predicted_row(example: Example, prediction: Prediction) -> Row:
 
 def check_output(path: Path) -> None:
     """Raise InputError if predictions cannot be written to `path`."""
-    if path.suffix.lower() not in OUTPUTS:
-        raise InputError(f"{path}: an output must end in {', '.join(OUTPUTS)}, which says its format.")
+    if path.suffix.lower() not in _WRITERS:
+        known = ", ".join(_WRITERS)
+        raise InputError(f"{path}: an output must end in {known}, which says its format.")
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         what = f"{path} is a folder" if path.is_dir() else f"{folder} is no folder that may be written"
         raise InputError(f"{path}: predictions need a file that may be made, but {what}.")
 
 
-def write_predictions(path: Path, rows: Iterable[Row], tasks: Sequence[Task]) -> None:
-    """Write predicted rows in the format of the file's suffix. Raises InputError if that is impossible."""
+@contextmanager
+def predictions_file(path: Path, tasks: Sequence[Task]) -> Iterator[WriteRows]:
+    """Yield a function that writes predicted rows in the format of the file's suffix.
+
+    The file appears at the end of a block without error. Raises InputError if it cannot be written.
+    """
     check_output(path)
+    columns = _columns(tasks)
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
-        if path.suffix.lower() == ".jsonl":
-            with unfinished.open("w", encoding="utf-8") as file:
-                file.writelines(f"{json_line(row)}\n" for row in rows)
-        else:
-            table = pd.DataFrame([_cells(row, tasks) for row in rows])
-            if path.suffix.lower() == ".csv":
-                table.to_csv(unfinished, index=False, lineterminator="\r\n")
-            else:
-                table.to_parquet(unfinished, index=False)
-        unfinished.replace(path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}.") from error
+        try:
+            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, columns) as write:
+                yield write
+            unfinished.replace(path)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror or error}.") from error
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -165,17 +172,64 @@ def json_line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
-def _cells(row: Row, tasks: Sequence[Task]) -> Row:
-    """Return the cells of a predicted row, with lists and mappings as JSON."""
+def _cells(row: Row, columns: Columns) -> Row:
+    """Return the cells of a predicted row, in the order of the columns."""
     cells: Row = {"id": row["id"], "text": row["text"]}
-    for task in tasks:
-        kind, name = KINDS[task.kind], task.name
-        if kind.in_spans:
-            cells[f"spans.{name}"] = {key: row["spans"][key] for key in task.labels if key in row["spans"]}
+    for column, task in columns.items():
+        if KINDS[task.kind].in_spans:
+            cells[column] = {name: row["spans"][name] for name in task.labels if name in row["spans"]}
         else:
-            cells[f"labels.{name}"] = row["labels"][name]
-            cells |= {f"scores.{name}": row["scores"][name]} if kind.has_classes else {}
-    return {
-        column: json.dumps(cell, ensure_ascii=False) if isinstance(cell, list | dict) else cell
-        for column, cell in cells.items()
-    }
+            cells[column] = row[column.partition(".")[0]][task.name]
+    return cells
+
+
+@contextmanager
+def _jsonl(file: IO[bytes], _columns: Columns) -> Iterator[WriteRows]:
+    yield lambda rows: file.writelines(f"{json_line(row)}\n".encode() for row in rows)
+
+
+@contextmanager
+def _csv(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
+    writer = csv.DictWriter(text, ["id", "text", *columns])
+    writer.writeheader()
+
+    def cell(value: Any) -> Any:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+
+    def write(rows: Iterable[Row]) -> None:
+        writer.writerows({key: cell(value) for key, value in _cells(row, columns).items()} for row in rows)
+
+    yield write
+    text.detach()
+
+
+@contextmanager
+def _parquet(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
+    spans = pa.list_(pa.list_(pa.int64(), 2))
+    types: dict[str, Any] = {"id": pa.string(), "text": pa.string()}
+    for column, task in columns.items():
+        kind = column.partition(".")[0]
+        if kind != "scores" and not KINDS[task.kind].in_spans:
+            label = pa.float64() if KINDS[task.kind].is_number else pa.string()
+            types[column] = pa.list_(label) if KINDS[task.kind].is_list else label
+        else:
+            value = pa.float64() if kind == "scores" else spans
+            types[column] = pa.struct([(name, value) for name in task.labels])
+    schema = pa.schema(list(types.items()))
+    with pq.ParquetWriter(file, schema) as writer:
+        yield lambda rows: writer.write_table(
+            pa.Table.from_pylist([_cells(row, columns) for row in rows], schema=schema)
+        )
+
+
+_WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
+
+
+def _columns(tasks: Sequence[Task]) -> Columns:
+    columns: Columns = {}
+    for task in tasks:
+        kind = KINDS[task.kind]
+        parts = ("spans",) if kind.in_spans else ("labels", "scores") if kind.has_classes else ("labels",)
+        columns |= {f"{part}.{task.name}": task for part in parts}
+    return columns

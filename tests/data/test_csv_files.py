@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -50,20 +51,32 @@ def load(folder: Path, content: bytes, *, tasks: Any = TASKS, columns: Any = COL
 
 
 @pytest.mark.parametrize(
-    ("encoding", "form"),
+    ("encoding", "delimiter", "form", "said"),
     [
-        ("utf-8-sig", {"delimiter": ";"}),
-        ("cp1252", {"delimiter": ";", "encoding": "cp1252", "list_separator": ","}),
-        ("utf-16", {"delimiter": "tab", "encoding": "utf-16"}),
+        ("utf-8-sig", ";", {}, "read with `;`"),
+        ("cp1252", ";", {"encoding": "cp1252", "list_separator": ","}, "read with `;`"),
+        ("utf-16", "\t", {"encoding": "utf-16", "delimiter": "tab"}, ""),
+        ("utf-16-le", ";", {"encoding": "utf-16-le", "delimiter": ";"}, ""),
+        ("utf-8", ";", {"encoding": "latin-1"}, "read with `;`"),  # the bytes are UTF-8
+        ("utf-8", ";", {"delimiter": ","}, "read with `;`, not as `data.csv` says"),
     ],
 )
-def test_files_of_a_german_excel_are_read(encoding: str, form: dict[str, str], tmp_path: Path) -> None:
-    delimiter = form["delimiter"].replace("tab", "\t")
+def test_files_of_a_german_excel_are_read(
+    encoding: str,
+    delimiter: str,
+    form: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="hpo.data")
     content = excel(ROWS, delimiter, form.get("list_separator", "|"))
     dataset = load(tmp_path, content.encode(encoding), **form)
     for split in ("train", "validation"):
         assert [example.labels for example in dataset.splits[split]] == EXPECTED
         assert [example.text for example in dataset.splits[split]] == [row[0] for row in ROWS[1:]]
+    told = [message for message in caplog.messages if "read with" in message]
+    assert told == ([f"{tmp_path / split}.csv: {said}" for split in ("train", "validation")] if said else [])
 
 
 GOOD = excel(ROWS)
@@ -72,22 +85,22 @@ GOOD = excel(ROWS)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xef\xbb\xbf", "the file is empty"),
+        (b"\xef\xbb\xbf\r\n", "the file is empty"),
         (
             GOOD.replace(";", ":").encode(),
-            "It was read with `;`: see `data.csv.delimiter`.",
+            "has no column `Text` (read with `,`; `data.csv.delimiter` sets it)",
         ),
-        (GOOD.encode("cp1252"), "must be UTF-8, but cannot be decoded: "),
-        (GOOD.encode("utf-16"), "Save it as UTF-8 text, or name its encoding in `data.csv.encoding`"),
+        (GOOD.encode("cp1252"), "must be UTF-8, but cannot be decoded: invalid"),
+        (GOOD.encode("utf-16"), "holds zero bytes, as UTF-16 does. Save it as UTF-8 text, or"),
         (GOOD.partition("\nund")[0].encode(), "train.csv:3: must be CSV, but the row that begins here"),
     ],
 )
 def test_errors_of_unreadable_files_name_the_option(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
-        load(tmp_path, content, delimiter=";")
+        load(tmp_path, content)
 
 
 def test_a_text_of_a_million_characters_is_read_whole(tmp_path: Path) -> None:
     text = "Grüße; " * 150_000
-    dataset = load(tmp_path, excel([*ROWS, [text, "freundlich", "spät", "1"]]).encode(), delimiter=";")
+    dataset = load(tmp_path, excel([*ROWS, [text, "freundlich", "spät", "1"]]).encode())
     assert dataset.splits["train"][-1].text == text

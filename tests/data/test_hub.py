@@ -57,7 +57,7 @@ def test_csv_files_are_read_like_any_csv(end: str, folder: Path) -> None:
     for split in SPLITS:
         lines = ["id;text;t", f'{split}1;"one\ntwo; three";None', "", f"{split}2;four;ja"]
         (folder / f"{split}.csv").write_bytes(("\ufeff" + end.join(lines)).encode())
-    dataset = hub(folder, csv={"delimiter": ";"})
+    dataset = hub(folder)
     assert texts(dataset) == ["one\ntwo; three", "four"]
     assert [row.labels["t"] for row in dataset.splits["train"]] == ["None", "ja"]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from support.tiny_encoders import KIND_TASKS, make_model
 from hpo.data.examples import RowChecker
 from hpo.errors import DataError, InputError
 from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
-from hpo.inference.predict_file import check_output, predicted_row, read_examples, write_predictions
+from hpo.inference.predict_file import check_output, predicted_row, predictions_file, read_examples
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings
 from hpo.tasks.example import Example
@@ -71,7 +72,9 @@ def test_predicted_row_is_a_data_row() -> None:
 
 
 def write_two_rows(path: Path) -> None:
-    write_predictions(path, [ROW, {**ROW, "id": "2"}], KIND_TASKS)
+    with predictions_file(path, KIND_TASKS) as write:
+        write([ROW])
+        write([{**ROW, "id": "2"}])
     assert read(path) == ([("1", ROW["text"]), ("2", ROW["text"])], [])
 
 
@@ -89,10 +92,9 @@ def test_write_tables(tmp_path: Path, suffix: str) -> None:
     if suffix == "csv":
         with path.open(encoding="utf-8", newline="") as file:
             row, _ = csv.DictReader(file)
-        row["labels.number"] = float(row["labels.number"])
+        row |= {key: json.loads(value) for key, value in row.items() if value and value[0] in "[{0123456789"}
     else:
         row, _ = pq.read_table(path).to_pylist()
-    row |= {key: json.loads(value) for key, value in row.items() if str(value)[0] in "[{"}
     assert (row["labels.single"], row["labels.number"], row["labels.multi"]) == ("b", 1.5, ["a"])
     assert row["scores.single"] == ROW["scores"]["single"]
     overlapping = {name: spans for name, spans in row["spans.overlapping"].items() if spans}
@@ -119,8 +121,8 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, error: BaseException, r
         yield ROW
         raise error
 
-    with raised:
-        write_predictions(path, fail(), KIND_TASKS)
+    with raised, predictions_file(path, KIND_TASKS) as write:
+        write(fail())
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.csv", "old")]
 
 
@@ -174,12 +176,18 @@ def test_read_tables(tmp_path: Path) -> None:
     assert read(parquet) == ([("3", "one")], [f"{parquet} row 2: `text` must be a string, but got None"])
 
 
-def test_csv_has_the_form_of_the_study(tmp_path: Path) -> None:
+def test_csv_form_is_the_study_s_or_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hpo.data")
     path, text = tmp_path / "texts.csv", "Очень долго ждал"
-    path.write_bytes(f"id#text\na#{text}\n".encode("cp1251"))
-    examples, bad = read_examples(path, trained(csv_form={"delimiter": "#", "encoding": "cp1251"}))
-    assert [(example.id, example.text) for example in examples] == [("a", text)]
-    assert not bad
+    # The study's settings, which no guess would find; then a file with another delimiter.
+    for delimiter, content in (("#", f"id#text\na#{text}\n"), (";", f"id,text\na,{text}\n")):
+        path.write_bytes(content.encode("cp1251"))
+        form: dict[str, str | None] = {"delimiter": delimiter, "encoding": "cp1251"}
+        examples, bad = read_examples(path, trained(csv_form=form))
+        assert [(example.id, example.text) for example in examples] == [("a", text)]
+        assert not bad
+    notes = [message for message in caplog.messages if "data.csv" in message]
+    assert notes == [f"{path}: read with `,`, not as `data.csv` says"]
 
 
 def test_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
