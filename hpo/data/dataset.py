@@ -22,6 +22,7 @@ from hpo.config.study_file import show
 from hpo.data.examples import RowChecker, problem_list
 from hpo.data.hub import hub_readers
 from hpo.data.sources import SPLITS, Reader, file_readers, located, nearest_file, own_readers
+from hpo.data.span_ends import OddSpans, SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError, InputError, did_you_mean
@@ -47,6 +48,12 @@ class DataSet:
     """Hash of all examples: the same content has the same fingerprint at any path."""
     sources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By split, the number of rows of each source, in the order of the rows. Empty: a single source."""
+    span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
+    """Counts of the raw spans of each task, in all splits."""
+
+    def odd_spans(self, task: str) -> OddSpans | None:
+        """Return the spans of a task with an end inside a word or at a space, if there are many."""
+        return self.span_ends[task].odd() if task in self.span_ends else None
 
 
 def load_data(config: DataConfig) -> DataSet:
@@ -103,7 +110,7 @@ def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSe
                     "task out or annotate it."
                 )
     tasks = _fitted(tasks, splits["train"])
-    return DataSet(tasks, splits, _fingerprint(tasks, splits))
+    return DataSet(tasks, splits, _fingerprint(tasks, splits), span_ends=checker.span_ends)
 
 
 def _generate(config: SourceConfig) -> DataSet:
@@ -142,7 +149,8 @@ def _renamed(data: DataSet, source: NamedSource) -> DataSet:
     )
     splits = {split: [example(row) for row in rows] for split, rows in data.splits.items()}
     fingerprint = f"{source.name} {sorted(source.rename.items())} {data.fingerprint}"
-    return DataSet(tasks, splits, fingerprint)
+    ends = {names[task]: of for task, of in data.span_ends.items()}
+    return DataSet(tasks, splits, fingerprint, span_ends=ends)
 
 
 def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
@@ -166,8 +174,12 @@ def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
             if split in data.splits:
                 splits.setdefault(split, []).extend(data.splits[split])
                 sizes.setdefault(split, {})[name] = len(data.splits[split])
+    ends: dict[str, SpanEnds] = {}
+    for data in loaded.values():
+        for name, counts in data.span_ends.items():
+            ends.setdefault(name, SpanEnds()).merge(counts)
     fingerprint = _hash(repr([data.fingerprint for data in loaded.values()]))
-    return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes)
+    return DataSet(_fitted([*tasks.values()], splits["train"]), splits, fingerprint, sizes, ends)
 
 
 # Tasks

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from hpo.config.data_config import TaskConfig
+from hpo.data.span_ends import SpanEnds
 from hpo.errors import did_you_mean, shorten
 from hpo.tasks.example import Example, Label, Offsets
 from hpo.tasks.kind import Task, kind_of
@@ -43,6 +44,7 @@ class RowChecker:
         self._kinds = {task.name: kind_of(task) for task in tasks}
         self._span_tasks = [task for task in tasks if self._kinds[task.name].in_spans]
         self._span_names = frozenset(name for task in self._span_tasks for name in task.labels)
+        self.span_ends = {task.name: SpanEnds() for task in self._span_tasks}
         self._annotated: dict[frozenset[str], frozenset[str]] = {}
         self._pair_segments = pair_segments or ()
         self._ignored_labels = frozenset(ignored)
@@ -86,7 +88,7 @@ class RowChecker:
         alt_spans = self._spans("alt_spans", row.get("alt_spans"), text, problems)
         segments = self._segments(row.get("segments"), text, problems)
         if span_tasks is None and row.get("spans") is not None:
-            span_tasks = frozenset(task.name for task in self._span_tasks)
+            span_tasks = frozenset(self.span_ends)
         annotated = set(labels)
         for task in self._span_tasks:
             if task.name in (span_tasks or ()) and (task.evidence_for is None or task.evidence_for in labels):
@@ -98,6 +100,9 @@ class RowChecker:
                 problems += self._kinds[task.name].span_problems(task_spans, labels, segments)
         if problems:
             return None, problems
+        for task in self._span_tasks if spans else ():
+            for pair in (one for name in task.labels for one in row["spans"].get(name) or ()):
+                self.span_ends[task.name].add(str(row_id), text, *_offsets(pair))
         names = frozenset(annotated)
         names = self._annotated.setdefault(names, names)  # one set for all equal rows, for the memory
         truth = (labels, spans or _NO_SPANS, segments or _NO_SEGMENTS, alt_spans or _NO_SPANS, names)

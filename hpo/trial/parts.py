@@ -7,6 +7,7 @@ for all trials of a study.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -55,6 +56,8 @@ from hpo.training.schedule import own_schedule
 from hpo.training.training_data import TrainingData
 from hpo.trial.objectives import decision_metrics
 
+_logger = logging.getLogger("hpo.trial")
+
 
 class TrialLoader:
     """Loads the data of a study at once, tokenizers and tokens on demand, and keeps them.
@@ -70,6 +73,9 @@ class TrialLoader:
         self.cache_dir = runs_dir / "cache" / "tokens"
         self.dataset = load_data(self.study.data)
         self.tasks = self.dataset.tasks
+        for task in self.tasks:
+            if warning := self.dataset.odd_spans(task.name):
+                _logger.warning("`%s`: %s", task.name, warning)
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
 

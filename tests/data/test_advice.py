@@ -10,7 +10,9 @@ import pytest
 from support.jsonl_sets import load_set, write_set
 
 from hpo.config.study_config import StudyConfig
-from hpo.data.checks import CutFacts, DataFacts, Leak, LengthFacts, SplitFacts, TaskFacts, data_advice
+from hpo.data.advice import data_advice
+from hpo.data.checks import CutFacts, DataFacts, Leak, LengthFacts, SplitFacts, TaskFacts
+from hpo.data.span_ends import OddSpans
 
 SPLITS = ("train", "validation")
 ROWS = dict.fromkeys(SPLITS, 100)
@@ -32,6 +34,7 @@ def advice(
     leaks: list[Leak] | None = None,
     lost: int = 0,
     over: int = 0,
+    study: Mapping[str, Any] | None = None,
     **data: Any,
 ) -> list[str]:
     """Return the advice about tasks, with `lost` of 100 spans and `over` of 200 texts at `max_length` 16."""
@@ -39,7 +42,7 @@ def advice(
     cut = CutFacts(16, {"train": over}, {"train": 100}, {"who": {"train": lost}})
     lengths = LengthFacts(ROWS, {"train": [45] * 101}, {"who": {"train": 100}}, [cut])
     source = {"source": "synthetic", **data}
-    config = StudyConfig.model_validate({"name": "s", "data": source})
+    config = StudyConfig.model_validate({"name": "s", "data": source, **(study or {})})
     return data_advice(DataFacts(rows, tasks, leaks or [], {}), lengths, config)
 
 
@@ -49,6 +52,7 @@ def test_good_data_need_no_advice() -> None:
 
 LEAK = [Leak("validation", "train", 2, ("v1", "r1"))]
 CSV = {"source": "csv", "path": "x", "tasks": {"tone": {"kind": "multi_label"}}}
+EQUAL = dict.fromkeys(("minimum", "maximum"), 5.0)
 BOTH = {"calm": 1, "angry": 1}
 
 
@@ -89,16 +93,53 @@ BOTH = {"calm": 1, "angry": 1}
             "no model can learn",
         ),
         (
+            [task({}, "regression", numbers={"train": EQUAL})],
+            {},
+            "all 100 numbers of train are 5: there is noth",
+        ),
+        (
+            [task({}, "regression", numbers={"validation": EQUAL})],
+            {},
+            "numbers of validation are 5: r2 is 0 or 1",
+        ),
+        (
             [task({}, "regression", num_annotated={"train": 9, "validation": 1})],
             {},
             "validation has no `score`",
         ),
         ([task(BOTH, "multi_label", num_empty={"train": 99})], CSV, "set `data.csv.empty: unlabelled`."),
+        (
+            [task(BOTH, odd_spans=OddSpans(9, 4, "r2", "[Ann]a"))],
+            {},
+            "`tone`: 4 of 9 spans (44.4 %) begin or",
+        ),
     ],
 )
 def test_a_fault_of_the_data_is_reported(facts: list[TaskFacts], more: dict[str, Any], text: str) -> None:
     found = advice(*facts, **more)
     assert sum(text in one for one in found) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ("Ice cream", "ice-cream", True),
+        ("ice cream", "ice_cream", True),
+        ("caf\u00e9", "cafe\u0301", True),
+        ("late", "la\u200bte", True),
+        ("late", "\uff4cate", True),
+        ("1", "1.0", True),
+        ("A", "A-", False),
+        ("1-2", "12", False),
+        ("-1", "1", False),
+        ("5.1", "5.10", False),
+        ("late", "later", False),
+    ],
+)
+def test_similar_classes_are_reported(one: str, other: str, alike: bool) -> None:
+    assert ["are different classes, but" in text for text in advice(task({one: 1, other: 1}))] == [
+        True
+    ] * alike
 
 
 @pytest.mark.parametrize("label", ["None", "NaN", "nan", "NULL", "N/A", "<NA>"])
@@ -108,9 +149,29 @@ def test_inferred_classes_for_missing_values_are_reported(label: str) -> None:
     assert not advice(task({label: 1, "yes": 1}))
 
 
+def test_joined_classes_are_reported() -> None:
+    labels = dict.fromkeys(("late", "dear", "late, dear", "rude; loud", "red, white"), 1)
+    (text,) = advice(task(labels, "multi_label", is_inferred=True))
+    assert text.startswith("`tone`: `late, dear` is one class. If it names several, give a list, or separ")
+
+
 @pytest.mark.parametrize("is_declared", [True, False])
 def test_declared_classes_are_not_inferred(is_declared: bool, tmp_path: Path) -> None:
     classes = {"classes": ["a", "b"]} if is_declared else {}
     rows = [{"id": f"r{n}", "text": f"text {n}", "labels": {"tone": "ab"[n % 2]}} for n in range(40)]
     write_set(tmp_path, {"tone": {"kind": "single_label", **classes}}, train=rows)
     assert [one.is_inferred for one in load_set(tmp_path).tasks] == [not is_declared]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num"),
+    [
+        ({"training": {"batch_size": 100}}, None),
+        ({"training": {"batch_size": 101}}, 101),
+        ({"search_space": {"batch_size": {"type": "categorical", "choices": [8, 500]}}}, 500),
+        ({"search_space": {"batch_size": {"type": "int", "low": 8, "high": 256, "log": True}}}, 256),
+    ],
+)
+def test_a_batch_over_the_training_texts_is_reported(settings: dict[str, Any], num: int | None) -> None:
+    expected = f"`batch_size` {num} is more than the 100 texts of train: each step sees all of them."
+    assert [one.startswith(expected) for one in advice(study=settings)] == [True] * (num is not None)
