@@ -94,7 +94,10 @@ def _absolute_encoder(encoder: str | Mapping[str, Any], folder: Path) -> str | d
 
 
 def parse_params(given: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a mapping, or of texts `name=value` with values in YAML."""
+    """Return the settings of a mapping, or of texts `name=value` with values in YAML.
+
+    Raises InputError with every problem.
+    """
     if not isinstance(given, Mapping | Sequence):
         raise InputError(f"The settings must be a mapping, or texts NAME=VALUE, but got {show(given)}.")
     params: dict[str, Any] = {}

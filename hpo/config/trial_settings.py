@@ -366,7 +366,10 @@ def takes_whole_numbers(name: str) -> bool:
 
 
 def setting_value(name: str, value: Any) -> Any:
-    """Return the validated value of a setting: `16-mixed` becomes `fp16`, and `1` a float if needed."""
+    """Return the validated value of a setting: `16-mixed` becomes `fp16`, and `1` a float if one is needed.
+
+    Raises ValueError for an unknown setting or a wrong value.
+    """
     check_name(name)
     try:
         settings = TrialSettings.model_validate({name: value})

@@ -64,7 +64,8 @@ def source_sampling(
 ) -> SourceSampling | None:
     """Return the sampling of a training split, or None for a single source.
 
-    `num_rows` has the number of rows of each source.
+    `num_rows` has the number of rows of each source. Raises InputError for the weight of an unknown source,
+    and if all weights are 0.
     """
     if unknown := [name for name in weights if name not in num_rows]:
         known = ", ".join(num_rows) or "none"

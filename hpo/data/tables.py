@@ -175,7 +175,10 @@ def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
-    """Return the class of a number in a data set of the hub, and None for -1."""
+    """Return the class of a number in a data set of the hub, and None for -1.
+
+    Raises ValueError for a cell that is neither a number nor a name of a class.
+    """
     if names is None or _is_blank(cell) or cell in names:
         return cell
     if isinstance(cell, list):

@@ -20,7 +20,10 @@ def parse_tasks(content: Any, where: str) -> tuple[Task, ...]:
 
 
 def read_task_configs(content: Any, where: str) -> dict[str, TaskConfig]:
-    """Check the content of a `tasks.json`: `{"tasks": {name: {"kind": ...}}}`, or the inner mapping alone."""
+    """Check the content of a `tasks.json`: `{"tasks": {name: {"kind": ...}}}`, or the inner mapping alone.
+
+    Raises DataError with all problems, a line each; `where` names the file in it.
+    """
     tasks = content.get("tasks", content) if isinstance(content, Mapping) else content
     if not isinstance(tasks, Mapping):
         raise DataError(f"{where}: must be a mapping of tasks, but got {show(tasks)}.")

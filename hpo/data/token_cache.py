@@ -42,7 +42,8 @@ def load_tokenized(
 ) -> TokenizedSplit:
     """Return a tokenised split of the data set, from the cache if possible.
 
-    If several processes ask at once, one does the work and the others wait.
+    If several processes ask at once, one does the work and the others wait. Raises RunError if the cache
+    cannot be written, and the errors of `tokenize_chunks`.
     """
     examples = dataset.splits[split]
     folder = cache_dir / _key(dataset, split, tokenizer, windowing)

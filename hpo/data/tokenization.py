@@ -194,7 +194,10 @@ class Windows:
 def cut_windows(
     num_first_E: IntArray, num_second_E: IntArray, windowing: Windowing, num_special: int
 ) -> Windows:
-    """Cut texts with these numbers of tokens in their two segments."""
+    """Cut texts with these numbers of tokens in their two segments.
+
+    Raises DataError if the stride leaves no progress.
+    """
     room = windowing.max_length - num_special
     is_windowed = windowing.long_text == "window"
     stride = windowing.stride if is_windowed else 0
@@ -236,7 +239,9 @@ def tokenize_chunks(
 ) -> Iterator[TokenizedSplit]:
     """Tokenise every example and find its spans among the tokens.
 
-    Yields chunks of `_CHUNK` examples; each chunk counts its examples, tokens and spans from 0.
+    Yields chunks of `_CHUNK` examples; each chunk counts its examples, tokens and spans from 0. Raises
+    DataError if `max_length` leaves no room for text or `stride` no progress, and ModelError if the tokenizer
+    lacks a special token that a task or a pair needs.
     """
     layout = probe_layout(tokenizer, windowing.pair_segments is not None)
     num_special = len(layout.special.ids_T)

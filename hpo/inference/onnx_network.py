@@ -120,7 +120,10 @@ class OnnxNetwork(nn.Module):
 def load_onnx(
     directory: Path, *, trust_remote_code: bool = False
 ) -> tuple[OnnxNetwork, PreTrainedTokenizerBase, ExportSettings]:
-    """Return the network of an ONNX export, its tokenizer and settings."""
+    """Return the network of an ONNX export, its tokenizer and settings.
+
+    Raises ModelError if the folder is not intact, or onnxruntime is not installed.
+    """
     content = read_metadata(directory)
     if content["runtime"] != "onnx":
         raise ModelError(f"{directory} must be an ONNX export, but it is one of {content['runtime']}.")

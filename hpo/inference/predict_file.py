@@ -65,7 +65,10 @@ class FilePredictions:
 def predict_file(
     model: TrainedModel, file: Path, output: Path | None = None, *, skip_bad_rows: bool = False
 ) -> FilePredictions:
-    """Predict the texts of `file`, into `output` if it is given."""
+    """Predict the texts of `file`, into `output` if it is given.
+
+    Raises DataError for an unreadable row without `skip_bad_rows`, InputError if `output` cannot be written.
+    """
     if output is not None:
         check_output(output)
     examples, bad = read_examples(file, model)
@@ -95,7 +98,10 @@ def _predicted_rows(model: TrainedModel, examples: list[Example]) -> Iterator[li
 
 
 def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[tuple[str, str]]]:
-    """Read the texts of a file. Returns the examples, and (line, problem) of each unreadable row."""
+    """Read the texts of a file. Returns the examples, and (line, problem) of each unreadable row.
+
+    Raises DataError if the file as a whole cannot be read, or has no row.
+    """
     if not path.is_file():
         raise DataError(f"{path}: no such file.{nearest_file(path)}")
     if (pair := model.settings.windowing.pair_segments) and path.suffix.lower() not in JSON_LINES:

@@ -151,7 +151,8 @@ def check_compatibility(parts: TrialParts, cache: CompatibilityCache | None) -> 
 def measure_parts(parts: TrialParts) -> Measurement:
     """Measure on the longest window of the data and the two shortest, which are nearly all padding.
 
-    If these do not fit into memory (under the precision or in fp32), measure on the longest alone.
+    If these do not fit into memory (under the precision or in fp32), measure on the longest alone. Raises
+    OutOfMemory if the precision does not fit with it either.
     """
     measurement = None
     for batch in (parts.batch(2, 1), parts.batch(0, 1)):

@@ -109,7 +109,11 @@ class Diagnosis:
 
 
 def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
-    """Find the first non-finite numbers in the batch after a trial's checkpoint, and the remedies."""
+    """Find the first non-finite numbers in the batch after a trial's checkpoint, and the remedies.
+
+    Raises InputError if the trial is not `nonfinite`, cannot run on this device or does not fit into its
+    memory.
+    """
     must = f"trial {trial.number} must have"
     if trial.outcome != Outcome.NONFINITE:
         raise InputError(

@@ -58,7 +58,10 @@ def objective_value(
     tasks: Sequence[Task],
     measured: Mapping[str, float | None],
 ) -> float:
-    """Return the value of a metric in an evaluation: NaN for one that is not measured yet."""
+    """Return the value of a metric in an evaluation: NaN for one that is not measured yet.
+
+    Raises InputError if the evaluation lacks the metric (`undefined_metric`).
+    """
     value: float | None
     if metric in MEASURED_METRICS:
         value = measured[metric]

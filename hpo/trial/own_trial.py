@@ -196,7 +196,10 @@ class OwnTrial(BaseRun):
         return folder
 
     def keep(self, named: Mapping[str, Any]) -> None:
-        """Put objects into the checkpoints. A resumed trial gives them the state of its checkpoint."""
+        """Put objects into the checkpoints. A resumed trial gives them the state of its checkpoint.
+
+        Raises InputError for an object that has no state.
+        """
         if self.num_rounds:
             raise InputError("run.keep: must be called before `run.steps`.")
         for name, one in named.items():

@@ -56,7 +56,10 @@ class CallbackState:
 
 
 def make_callbacks(config: TrialConfig, code: Mapping[str, str]) -> dict[str, Any]:
-    """Return the callbacks of a study's `code` by their names, without those of other code in the process."""
+    """Return the callbacks of a study's `code` by their names, without those of other code in the process.
+
+    Raises InputError if a callback has no method to call.
+    """
     own = {name: made for name, made in CALLBACKS.items() if CALLBACKS.hash_of(name) in code.values()}
     made = {name: extension.make(options_of(name, config.option)) for name, extension in own.items()}
     for name, callback in made.items():
