@@ -20,16 +20,16 @@ from hpo.config.sections import BudgetConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import StorageError, StudyChangedError, StudyFileError
 from hpo.redaction import redact
-from hpo.study.store.foreign import in_state, is_foreign
+from hpo.study.store.foreign import in_state, is_foreign, remove_optuna_orphans
 from hpo.study.store.optuna_internals import (
     create_study,
     enqueue_trials,
     find_study,
     reopen_trial,
     set_study_attribute,
+    trials,
+    user_attributes,
 )
-from hpo.study.store.optuna_tables import trials, user_attributes
-from hpo.study.store.orphans import remove_optuna_orphans
 from hpo.study.store.schema import claims, delete_rows, evaluations, studies
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
@@ -113,7 +113,7 @@ def _reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:
         user_attributes.c.key == "outcome_reason",
         user_attributes.c.value_json == json.dumps(BUDGET_SPENT),
     )
-    pruned = in_state(study, "PRUNED").where(~is_foreign(study))
+    pruned = in_state(study, TrialState.PRUNED).where(~is_foreign(study))
     ended = pruned.join(user_attributes, user_attributes.c.trial_id == trials.c.trial_id).where(*reason)
     for row in connection.execute(ended).all():
         reopen_trial(connection, row.trial_id, ("outcome", "outcome_reason"))
