@@ -46,10 +46,8 @@ from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
 from hpo.study.claims.snapshot import Snapshot, Watch, num_trials_of_points
 from hpo.study.claims.workers import Membership
-from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
 from hpo.study.sampling.promotion import (
-    BUDGET_SPENT,
     PAUSED_ATTR,
     RESUMED_ATTR,
     RUN_ATTRS,
@@ -69,6 +67,7 @@ from hpo.study.store.optuna_internals import (
 )
 from hpo.study.store.schema import claims, evaluations, studies, workers
 from hpo.study.store.storage import is_stored, num_open
+from hpo.study.store.studies import BUDGET_SPENT, SOURCE_ATTR
 
 MAX_REFUSALS = 20
 """After this many failed claims of an unchanged trial, the cause is no faster worker."""

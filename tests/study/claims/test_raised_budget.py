@@ -15,10 +15,10 @@ from hpo.outcome import Outcome
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.reading.reader import read_study
-from hpo.study.sampling.promotion import BUDGET_SPENT, promotion_of
+from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
+from hpo.study.store.studies import BUDGET_SPENT, create_or_resume_study
 
 PRUNER = {"name": "promote", "starts": 0.1, "keep": 1}
 

@@ -62,7 +62,7 @@ def test_file_without_a_url_is_not_shown(tmp_path: Path, text: str) -> None:
 def test_unreadable_file(tmp_path: Path, name: str) -> None:
     (tmp_path / "bytes").touch(mode=0o600)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(StorageError, match=r"No such file|it is not text|Is a directory"):
+    with pytest.raises(StorageError, match=r"No such file|can't decode|Is a directory"):
         storage_url(f"@{tmp_path / name}")
 
 
@@ -82,67 +82,29 @@ def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("url", "message"),
+    "url",
     [
-        *((url, "three slashes") for url in ("sqlite://x.db", "sqlite:x.db", "sqlite:/x.db")),
         *(
-            (f"sqlite:///{rest}", "must be one URL")
-            for rest in (
-                "x.db,sqlite:///y.db",
-                "a.db,postgresql://u:secretpw1@h/db",
-                "file:a.db?x=postgresql://u:secretpw1@h/db",
-            )
+            "sqlite://x.db",
+            "sqlite:x.db",
+            "sqlite:/x.db",
+            "sqlite:///x.db,sqlite:///y.db",
+            "sqlite:///x.db\n",
         ),
-        *(
-            (path, f"it is no URL. Did you mean `sqlite:///{path}`?")
-            for path in ("hpo.db", "runs/x.db", "/abs/x.sqlite3")
-        ),
-        *(
-            (url, "it is no URL.")
-            for url in ("runs/x", "me:secret@host/db", "postgresql:/me:secret@h/d", "me:secret@x.db")
-        ),
-        *(
-            (f"sqlite://{path}", "must name a file")
-            for path in ("", "/", "//", "/.", "/absent/", "/:memory:")
-        ),
-        *((f"sqlite:///{file}?timeout=3", "Leave out `timeout`") for file in ("x.db", "file:x.db")),
-        ("sqlite3:///x.db", "names `sqlite3`. Did you mean `sqlite`?"),
-        ("mysql://", "names `mysql`"),
-        ("sqlite+aiosqlite:///x.db", "the driver `aiosqlite`. Write `sqlite://`"),
-        ("postgresql+pg8000://me:secret@host/db", "the driver `pg8000`. Write `postgresql://`"),
-        *((url, "must name a database") for url in ("postgresql://host/?password=secret", "postgres://")),
-        *(
-            (f"postgresql://me:secret@host:{port}/db", "the port must be a number")
-            for port in ("port", "", 99999, 0)
-        ),
-        ("postgresql://me:secret@ho st/db", "the host must have no space"),
-        *(
-            (url, "no space around it and no control character")
-            for url in (
-                "postgresql://me:secret%00@host/db",
-                f"postgresql://me:{'secret' * 99}%00@host/db",
-                "postgresql://host/db?password=a\tsecret",
-                " postgresql://host/db?password=a secret",
-                "sqlite:///a%00b\x00.db",
-                "sqlite:///x.db\n",
-            )
-        ),
-        *(
-            (f"postgresql://{rest}", "`@` in a password as `%40` and a space as `%20`")
-            for rest in (
-                "me:secret@secret@host/db",
-                "me:secret@secr/et@host/db?sslmode=require",
-                "host/db?sslmode=require&password=my secret",
-                "host/db?PASSWORD=my secret&a=b",
-            )
-        ),
+        *("sqlite:///a.db,postgresql://u:secretpw1@h/db", "sqlite:///x.db?timeout=3", "sqlite:///a%00b.db"),
+        *("hpo.db", "runs/x", "/abs/x.sqlite3", "me:secret@host/db", "postgresql:/me:secret@h/d"),
+        *(f"sqlite://{path}" for path in ("", "/", "//", "/.", "/absent/", "/:memory:")),
+        *("sqlite3:///x.db", "mysql://", "sqlite+aiosqlite:///x.db", "postgresql+pg8000://me:secret@host/db"),
+        *("postgresql://me:secret@host:port/db", "postgresql://me:secret%00@host/db"),
+        *(f"postgresql://me:{'secret' * 99}%00@host/db", " postgresql://host/db?password=a secret"),
+        *("postgresql://me:secret@secret@host/db", "postgresql://host/db?PASSWORD=my secret&a=b"),
+        "postgresql://host/db?password=a\tsecret",
     ],
 )
-def test_unusable_url_is_refused_without_its_password(url: str, message: str) -> None:
-    with pytest.raises(StorageError) as raised:
+def test_unusable_url_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(StorageError, match=r"must be a URL such as|`@` in a password as `%40`") as raised:
         parse_url(url)
     text = str(raised.value)
-    assert message in text
     assert "secret" not in text
     assert "\n" not in text
     assert len(text) < 400
@@ -153,22 +115,13 @@ def test_unusable_url_is_refused_without_its_password(url: str, message: str) ->
     "url",
     [
         *("sqlite:////abs/x.db", "sqlite:///with space.db", "sqlite:///50%.db", "sqlite+pysqlite:///x.db"),
-        *("sqlite:///file:x.db?uri=true", "sqlite:///sqlite:x.db", "postgres://host/db", "postgresql:///db"),
+        *("sqlite:///sqlite:x.db", "postgres://host", "postgresql:///db"),
         *("postgresql://me:a%40b@h:5432/db", "postgresql://me:pw@h/db?password=x&options=-c a=b"),
         *("postgresql://me:%zz%@[::1]:65535/db?sslmode=require", "postgresql:///?dbname=db&host=/run"),
     ],
 )
 def test_usable_urls(url: str) -> None:
     assert parse_url(url).get_backend_name() in ("sqlite", "postgresql")
-
-
-def test_default_database_has_the_name_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """libpq has the same rule."""
-    for name in ("PGDATABASE", "PGSERVICE"):
-        monkeypatch.delenv(name, raising=False)
-    assert parse_url("postgresql://me:pw@host/").database == "me"
-    monkeypatch.setenv("PGDATABASE", "other")
-    assert not parse_url("postgresql://me:pw@host").database
 
 
 REFUSED = (

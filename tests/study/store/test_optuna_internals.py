@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from hpo.study.store import optuna_internals, optuna_tables
+from hpo.study.store import optuna_internals
 from hpo.study.store.storage import open_storage
 
 VERSIONS = ("5.0.0",)
@@ -64,18 +64,9 @@ def test_view_shows_other_trials_to_samplers() -> None:
     assert view._storage is study._storage
 
 
-LIGHT = {table.name: table for table in vars(optuna_tables).values() if isinstance(table, sa.TableClause)}
-
-
-@pytest.mark.parametrize("name", LIGHT)
-def test_light_tables_have_columns_of_optuna(name: str) -> None:
-    (optunas,) = (table for table in optuna_internals.tables if table.name == name)
-    assert {*LIGHT[name].c.keys()} <= {*optunas.c.keys()}
-
-
 def test_revision_of_the_tables(sqlite_url: str) -> None:
     with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
-        assert optuna_tables.revision(connection) == optuna_tables.REVISION
+        assert optuna_internals.revision(connection) == optuna_internals.REVISION
 
 
 @pytest.mark.parametrize(
@@ -84,4 +75,4 @@ def test_revision_of_the_tables(sqlite_url: str) -> None:
 )
 def test_constraints_equal_constraints_of_optuna(key: str, value: object, expected: object) -> None:
     trial = optuna.trial.create_trial(value=0.0, system_attrs={key: value})
-    assert optuna_tables.constraint(key, value) == expected == trial.constraints
+    assert optuna_internals.constraint(key, value) == expected == trial.constraints
