@@ -83,20 +83,6 @@ def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
     assert "left out, as they do not fit: `batch_size`, `learning_rate`." in caplog.text
 
 
-def test_earlier_trials_outside_limits_come_last_and_incomplete_ones_not(storage: Storage) -> None:
-    outcomes: dict[int, Any] = {
-        0: result("complete", values=(0.9,), constraints={"peak_memory_bytes": 0.5}),
-        1: result("complete", values=(0.3,)),
-        2: result("pruned"),
-        3: result("complete", values=(0.5,)),
-        4: result("complete", values=(0.8,), constraints={"peak_memory_bytes": 0.2}),
-    }
-    run_trials(storage, study(5, name="earlier"), lambda trial: outcomes[trial.number])
-    params = {trial.number: trial.params for trial in read_study(storage, "earlier").trials}
-    create_or_resume_study(storage, study(9, first={"study": "earlier", "top": 5}))
-    assert waiting(storage) == [params[number] for number in (3, 1, 4, 0)]
-
-
 @pytest.mark.parametrize(
     ("name", "problem"),
     [("twice", "There is no study `twice` in "), ("two", "must have one objective, but `two` has several")],
