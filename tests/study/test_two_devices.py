@@ -6,24 +6,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import optuna
 import pytest
 import sqlalchemy as sa
 from support.scripted_study import ScriptedStudy
-from support.tiny import CPU
 from support.worker_process import make_and_run, result, study
 
-from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
-from hpo.errors import InputError
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.running.open_study import check_precisions
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
@@ -240,25 +235,3 @@ def test_an_incompatible_precision_is_not_avoided_on_another_kind(name: str, che
 
 
 # Base precisions, which need packages
-
-WITHOUT = replace(CPU, has_bitsandbytes=False)
-BASE_SPACE: dict[str, Any] = {
-    "adapter": {"type": "categorical", "choices": ["none", "lora"]},
-    "base_precision": {"type": "categorical", "choices": ["int8", "nf4"], "when": {"adapter": "lora"}},
-}
-
-
-@pytest.mark.parametrize("name", ["tpe", "qmc"])
-def test_without_any_base_precision_trials_have_no_adapter(name: str) -> None:
-    nf4 = {"type": "categorical", "choices": ["nf4"], "when": {"adapter": ["lora"]}}
-    space = BASE_SPACE | RATES | {"base_precision": nf4}
-    config = study(30, sampler={"name": name, "seed": 1}, search_space=space)
-    left_out = check_precisions(resolve_study(config, WITHOUT))
-    here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
-    there = ScriptedStudy(config, device=WorkerDevice(left_out={}), storage=here.study._storage)
-    drawn = [one.run()[0]["adapter"] for _ in range(12) for one in (here, there)]
-    assert set(drawn[::2]) == {"none"}
-    assert set(drawn[1::2]) == {"none", "lora"}
-    always = study(4, search_space=space | {"adapter": {"type": "categorical", "choices": ["lora"]}})
-    with pytest.raises(InputError, match="nf4` needs the package"):
-        check_precisions(resolve_study(always, WITHOUT))

@@ -168,19 +168,3 @@ def test_damaged_claim_is_one_clear_error(storage: Storage) -> None:
         connection.execute(sa.update(claims).values(paused_at=RUNG / 2))
     with promoting(storage) as worker, pytest.raises(StorageError, match="row in hpo_claims does not fit"):
         worker.claim()
-
-
-def test_worker_ignores_checkpoints_of_another_machine(storage: Storage) -> None:
-    first, second = (worker_on(storage, study(1), shares_checkpoints=False) for _ in range(2))
-    first.host, second.host = "first", "second"
-    with first:
-        lease, _ = begin(first)
-        lease.saved_step = 10
-        first.record_outcome(lease, result("preempted"))
-    with second:
-        lease, _ = begin(second)
-        assert lease.saved_step == 0
-        lease.saved_step = 10
-        second.record_outcome(lease, result("preempted"))
-    with storage.engine.connect() as connection:
-        assert connection.execute(sa.select(claims.c.host, claims.c.saved_step)).one() == ("second", 10)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import optuna
 import sqlalchemy as sa
 from support.worker_process import begin, evaluate, result, run_trials, study
 
@@ -15,28 +14,6 @@ def numbers(progress: StudyProgress) -> tuple[list[tuple[int, list[float]]], lis
     """The running trials by number with their last value, and the numbers of the ended ones."""
     running = [(trial.number, list(trial.intermediate_values.values())[-1:]) for trial, _ in progress.running]
     return running, [trial.number for trial in progress.ended]
-
-
-def test_a_trial_is_reported_with_its_values_and_its_end_once(storage: Storage) -> None:
-    create_or_resume_study(storage, study(1))
-    run_trials(storage, study(1), lambda _: result("complete", values=(0.75,)))
-    config = study(2)
-    create_or_resume_study(storage, config)
-    watch = StudyWatch(storage, config)
-    assert numbers(watch.read()) == ([], []), "older trials are not reported"
-
-    def during(trial: optuna.trial.Trial) -> None:
-        [(running, progress)] = watch.read().running
-        assert (running.params, running.intermediate_values, progress) == (trial.params, {}, {})
-        for index, value in enumerate((0.25, 0.5), start=1):
-            evaluate(storage, trial, index, value)
-            assert numbers(watch.read()) == ([(trial.number, [value])], [])
-
-    run_trials(storage, config, during)
-    last = watch.read()
-    assert numbers(last) == ([], [1])
-    assert (last.best, last.num_done) == ((0.75, 0), 2)
-    assert numbers(watch.read()) == ([], [])
 
 
 def test_a_trial_is_reported_at_each_pause_and_at_its_end(storage: Storage) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +9,13 @@ from typing import Any
 import fsspec
 import pytest
 import sqlalchemy as sa
-from support.fake_nvml import FakeNvml
-from support.tiny import CPU, GPU
+from support.tiny import CPU
 from support.worker_process import begin, evaluate, run_trials, study, worker_on
 
-from hpo.config.limits import ENERGY
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.errors import DataError, InputError
 from hpo.study.running import open_study as module
 from hpo.study.running.open_study import OpenOptions, check_precisions, open_study
-from hpo.study.running.stopping import WORKERS_ON_DEVICE
-from hpo.study.running.worker import run_study
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -125,15 +118,6 @@ def test_opening_reads_no_trials(storage: Storage, tmp_path: Path) -> None:
     assert not [text for text in statements if "FROM trial_" in text or "evaluations.metrics" in text]
 
 
-def test_finished_study_loads_neither_data_nor_model(
-    storage: Storage, tmp_path: Path, executors: type[FakeExecutor]
-) -> None:
-    train(storage, study(2))
-    with open_study(study(2), storage.url, tmp_path) as opened:
-        assert run_study(opened).outcomes == {}
-    assert not executors.made
-
-
 def searching(*names: str, **amp: Any) -> Any:
     return study(search_space={"fp_precision": {"type": "categorical", "choices": names}}, amp=amp)
 
@@ -148,29 +132,6 @@ def test_only_skip_leaves_out_searched_precisions(
     with open_study(config, sqlite_url, tmp_path) as opened:
         assert opened.left_out.keys() == ({"bf16"} if on_unsupported == "skip" else set())
         assert opened.lacking.keys() == {"bf16"}
-
-
-@pytest.mark.parametrize(
-    ("workers", "uuid", "reason"),
-    [("1", "GPU-0", ""), ("2", "GPU-0", "other workers share this GPU"), ("1", "GPU-1", "Not Found")],
-)
-def test_energy_of_the_gpu_is_checked_before_the_study_is_made(
-    sqlite_url: str,
-    tmp_path: Path,
-    executors: type[FakeExecutor],
-    monkeypatch: pytest.MonkeyPatch,
-    workers: str,
-    uuid: str,
-    reason: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": lambda: 1}))
-    monkeypatch.setattr(module, "probe_device", lambda _: replace(GPU, uuid=uuid))
-    monkeypatch.setenv(WORKERS_ON_DEVICE, workers)
-    config = study(objective={"metric": ENERGY, "direction": "minimize"})
-    expected = pytest.raises(InputError, match=reason) if reason else nullcontext()
-    with expected, open_study(config, sqlite_url, tmp_path) as opened:
-        assert opened.executor is executors.made[0]
-    assert bool(list(tmp_path.glob("hpo.db*"))) == (not reason)
 
 
 @pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fail", "fallback"])

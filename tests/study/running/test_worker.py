@@ -15,16 +15,14 @@ from optuna.distributions import CategoricalDistribution, distribution_to_json
 from support.tiny import CPU
 from support.worker_process import make_and_run, result, study
 
-from hpo.config.limits import ENERGY
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.errors import DataError, Paused
-from hpo.outcome import Outcome, TrialResult
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running import worker as worker_module
 from hpo.study.running.stopping import Stop
-from hpo.study.running.worker import TrialRunner, with_shared_device
+from hpo.study.running.worker import TrialRunner
 from hpo.study.sampling.promotion import PAUSED_ATTR
 from hpo.study.store import optuna_internals
 from hpo.study.store.storage import Storage
@@ -141,22 +139,6 @@ def scored(index: int, budget_used: float, values: tuple[float | None, ...], bro
         values=values,  # type: ignore[arg-type]
         ends_trial=broken,
     )
-
-
-@pytest.mark.parametrize(
-    ("named", "outcome", "values"), [((), "complete", (0.5,)), ((ENERGY,), "failed", None)]
-)
-def test_energy_is_unknown_when_another_worker_joins_the_gpu(
-    named: tuple[str, ...], outcome: str, values: tuple[float, ...] | None
-) -> None:
-    telemetry = {"device": {"shared": False}, "throughput": {ENERGY: 2.0, "step_seconds_p50": 1.0}}
-    before = TrialResult(Outcome.COMPLETE, "", (0.5,), {ENERGY: 2.0, "worker": "a"}, telemetry)
-    after = with_shared_device(before, named)
-    assert (after.outcome, after.values, after.headline) == (outcome, values, {"worker": "a"})
-    assert after.telemetry["device"]["shared"]
-    assert after.telemetry["throughput"] == {ENERGY: None, "step_seconds_p50": 1.0}
-    assert "another worker joined this GPU" in after.telemetry["energy_missing"]
-    assert ("Run one worker on each GPU" in after.reason) == bool(named)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from optuna.trial import TrialState
 from support.worker_process import finish, result, run_trials, run_until_killed, start_process, study
 
 from hpo.config.study_config import StudyConfig
-from hpo.errors import StudyChangedError, StudyFileError
+from hpo.errors import StudyFileError
 from hpo.study.reading.reader import read_study
 from hpo.study.store import studies
 from hpo.study.store.storage import Storage, open_storage
@@ -55,14 +55,6 @@ def test_configurations_are_enqueued_once_by_killed_and_parallel_processes(
         for index, given in enumerate(GIVEN):
             assert given.items() <= record.trials[index].params.items()
             assert record.trials[index].attributes["source"] == f"first.{index}"
-
-
-def test_an_existing_study_gets_no_other_configurations(storage: Storage) -> None:
-    create_or_resume_study(storage, study(2, first=GIVEN))
-    create_or_resume_study(storage, study(5, first=GIVEN))
-    with pytest.raises(StudyChangedError, match="first: "):
-        create_or_resume_study(storage, study(5, first=GIVEN[:1]))
-    assert waiting(storage) == GIVEN[:2]
 
 
 def test_the_best_earlier_trials_are_tried_without_unfitting_settings(

@@ -100,14 +100,3 @@ def test_a_study_follows_its_plan(
     assert began == pytest.approx([stage.num_trials for stage in stages], abs=1)
     spent = sum(record.spent.values())
     assert seconds - cost.of([Stage(0.0, 1.0, 2)]) <= spent <= seconds + cost.of([Stage(0.0, 0.5, 1)])
-
-
-@pytest.mark.parametrize(("seconds", "num_published"), [(100.0, 1), (500.0, 3)])
-def test_the_portfolio_gets_a_tenth_of_the_planned_starts(
-    storage: Storage, clock: FakeTime, seconds: float, num_published: int
-) -> None:
-    """The budget is enough for 4 trials, or for 22. No trial waits after the end."""
-    record = run(storage, config_of("none", seconds, sampler={"name": "tpe"}), clock)
-    published = [trial for trial in record.trials if "portfolio" in trial.attributes.get("source", "")]
-    assert len(published) == num_published
-    assert {trial.state for trial in record.trials} == {"COMPLETE"}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpo.study.sampling.fronts import order, pareto_front
 from hpo.study.sampling.promotion import Promotion, Standings
 
 DIRECTIONS = ("maximize", "minimize")
@@ -33,15 +31,6 @@ def trial_of(
 
 STARTS = [trial_of(number, values) for number, values in enumerate(VALUES)]
 RESUMED = [trial_of(i, VALUES[i], resumed_at=0.1 if i in (5, 0) else 0.0) for i in range(7)]
-
-
-def test_a_front_comes_before_the_next() -> None:
-    losses_NK = np.random.default_rng(0).integers(0, 12, size=(200, 3)).astype(float)
-    left = losses_NK[order(losses_NK)]
-    while len(left):
-        front = pareto_front(left, ("minimize",) * 3)
-        assert front[: front.sum()].all()
-        left = left[front.sum() :]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,3 @@ LIGHT = {table.name: table for table in vars(optuna_tables).values() if isinstan
 def test_light_tables_have_columns_of_optuna(name: str) -> None:
     (optunas,) = (table for table in optuna_internals.tables if table.name == name)
     assert {*LIGHT[name].c.keys()} <= {*optunas.c.keys()}
-
-
-def test_revision_of_the_tables(sqlite_url: str) -> None:
-    with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
-        assert optuna_tables.revision(connection) == optuna_tables.REVISION
