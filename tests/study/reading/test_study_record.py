@@ -25,13 +25,6 @@ def test_unverified_trials_are_listed_with_three_reasons() -> None:
     assert unverified_precisions(record_of([fake_trial(0, "fp32")])) == []
 
 
-def test_a_fallback_is_no_reason_for_an_unverified_precision() -> None:
-    fallback, reason = "bf16 is emulated here. Ran fp32 instead.", "No product with a weight was seen."
-    trial = unverified(0, reason=f"{fallback} {reason}", observed_reason=reason)
-    ((text, _),) = unverified_precisions(record_of([trial]))
-    assert text == f"The precision of 1 trial (number 0) is unverified: {reason}"
-
-
 @pytest.mark.parametrize("text", ["{", "[1]", "3"])
 def test_damaged_json_is_one_clear_error(text: str) -> None:
     with pytest.raises(StorageError, match="must have a JSON object"):
