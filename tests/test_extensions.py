@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.command_line import (
-    hpo_command,
-    ok,
-)
+from support.command_line import hpo_command, ok
 from support.own_code_studies import EXAMPLE, TASKS, TRAINING, count_rows, write
 from support.tiny import CPU, TinyEncoder
 

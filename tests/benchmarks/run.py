@@ -75,12 +75,7 @@ FIGURES = (
     Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-study", " s", True),
 )
 GPU = "gpu"
-UNITS = {
-    "train": "examples/s",
-    "evaluate": "examples/s",
-    "padding": "of the places",
-    "outside": "s",
-}
+UNITS = {"train": "examples/s", "evaluate": "examples/s", "padding": "of the places", "outside": "s"}
 
 
 def run_contender(name: str, folder: Path, workload: str, precision: str) -> dict[str, float]:

@@ -76,10 +76,7 @@ def test_settings_of_csv_are_refused_for_other_files(folder: Path) -> None:
         hub(folder, csv={"list_separator": ","})
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("column_names", ["id", "text", "t"]), ("na_values", ["a"])],
-)
+@pytest.mark.parametrize(("option", "value"), [("column_names", ["id", "text", "t"]), ("na_values", ["a"])])
 def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
     write_csv(folder, "id,text,t", "{}1,one,a", "{}2,two,b")
     write_card(folder, {"configs": [{**FILES, option: value}]})

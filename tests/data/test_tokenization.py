@@ -286,11 +286,7 @@ def test_a_tokenizer_without_special_tokens_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "split_name", "num_spans", "num_inexact"),
-    [
-        ("snips", "validation", 1794, 2),
-        ("sgd", "validation", 1220, 0),
-        ("squad2", "test", 298, 0),
-    ],
+    [("snips", "validation", 1794, 2), ("sgd", "validation", 1220, 0), ("squad2", "test", 298, 0)],
 )
 def test_tokens_of_real_sets_return_spans(
     name: str, split_name: str, num_spans: int, num_inexact: int, real_set: Callable[[str], Path]

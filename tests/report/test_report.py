@@ -112,11 +112,7 @@ def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
     ("outcomes", "message", "charts"),
     [
         ([], "There is no trial yet.", set()),
-        (
-            ["failed", "unsupported"],
-            "No trial is complete. Outcomes: 1 failed, 1 unsupported.",
-            set(),
-        ),
+        (["failed", "unsupported"], "No trial is complete. Outcomes: 1 failed, 1 unsupported.", set()),
         (["complete"], "Every trial is complete.", CHARTS),
     ],
     ids=["no trial", "all failed", "one trial"],
