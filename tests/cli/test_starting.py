@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,9 +62,3 @@ def test_an_impossible_folder_is_refused(tmp_path: Path, folder: str, message: s
     error = refused(hpo_command(tmp_path, "new", folder)).err
     assert " ".join(error.split()).count(message) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_commands_import_no_torch_before_the_pause_of_the_collector() -> None:
-    code = "import sys, hpo.cli.options; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
