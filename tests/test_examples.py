@@ -164,10 +164,7 @@ def test_the_name_of_a_folder_is_text_in_the_study_file(name: str, tmp_path: Pat
     [
         (["mine", "--from", ""], "There is no example ``. Known: multitask,"),
         (["mine", "--from", "own_lop"], "no example `own_lop`. Did you mean `own_loop`?"),
-        (
-            ["--from", "own_loop"],
-            "`--from own_loop` needs the folder to copy to: hpo new FOLDER --from own_loop",
-        ),
+        (["--from", "own_loop"], "`--from own_loop` needs the folder to copy to: hpo new FOLDER --from"),
     ],
 )
 def test_a_wrong_example_is_refused(words: list[str], message: str, tmp_path: Path) -> None:

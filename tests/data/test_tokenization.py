@@ -254,10 +254,7 @@ def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
     ("options", "message"),
     [
         ({"max_length": 3}, "max_length must leave room for text beside 2 special tokens, but got 3"),
-        (
-            {"max_length": 10, "stride": 8, **WINDOWED},
-            "data.stride, the overlap of two windows, must be less than the 8 tokens of text that a window",
-        ),
+        ({"max_length": 10, "stride": 8, **WINDOWED}, "data.stride, the overlap of two windows, must be"),
     ],
 )
 def test_impossible_lengths_are_refused(options: dict[str, Any], message: str) -> None:
