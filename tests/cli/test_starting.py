@@ -7,7 +7,6 @@ import pytest
 from support.command_line import finish, hpo_command, ok, refused, start_hpo, stored
 
 import hpo
-from hpo.config import study_file
 from hpo.study.reading.study_record import best_trials
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -30,15 +29,6 @@ def test_the_printed_commands_work(tmp_path: Path) -> None:
     assert best.telemetry["metrics"]["mood"]["kappa"] > 0.2
     model = hpo.load(folder / "model", device="cpu", code=folder / "my_tasks.py")
     assert model.predict(["The driver was rude again."])[0]["mood"].label in ("angry", "pleased")
-
-
-def test_study_files_of_the_user_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may lack the line with the question, or be no text."""
-    monkeypatch.setattr(study_file, "INSTALLED", tmp_path)
-    (tmp_path / "mine.yaml").write_text("name: mine\n")
-    (tmp_path / "asked.yaml").write_bytes(b"# Question: which?\n\xff")
-    listed = ok(hpo_command(tmp_path, "new", "--json")).json
-    assert listed["examples"] == {"asked": "which?", "mine": ""}
 
 
 def test_an_existing_file_is_kept(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jsonl_sets import load_set, write_set
 
 from hpo.config.study_config import StudyConfig
 from hpo.data.advice import data_advice
@@ -123,20 +121,6 @@ def test_inferred_classes_for_missing_values_are_reported(label: str) -> None:
     (found,) = advice(task({label: 1, "yes": 1}, is_inferred=True))
     assert found.startswith(f"`tone`: `{label}` is a class: if it means that nobody labelled the row")
     assert not advice(task({label: 1, "yes": 1}))
-
-
-def test_joined_classes_are_reported() -> None:
-    labels = dict.fromkeys(("late", "dear", "late, dear", "rude; loud", "red, white"), 1)
-    (text,) = advice(task(labels, "multi_label", is_inferred=True))
-    assert text.startswith("`tone`: `late, dear` is one class. If it names several, give a list, or separ")
-
-
-@pytest.mark.parametrize("is_declared", [True, False])
-def test_declared_classes_are_not_inferred(is_declared: bool, tmp_path: Path) -> None:
-    classes = {"classes": ["a", "b"]} if is_declared else {}
-    rows = [{"id": f"r{n}", "text": f"text {n}", "labels": {"tone": "ab"[n % 2]}} for n in range(40)]
-    write_set(tmp_path, {"tone": {"kind": "single_label", **classes}}, train=rows)
-    assert [one.is_inferred for one in load_set(tmp_path).tasks] == [not is_declared]
 
 
 @pytest.mark.parametrize(

@@ -51,17 +51,6 @@ def texts(dataset: DataSet) -> list[str]:
     return [row.text for row in dataset.splits["train"]]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_csv_files_are_read_like_any_csv(end: str, folder: Path) -> None:
-    """German Excel: semicolons, a byte order mark, a quoted line break and a blank line."""
-    for split in SPLITS:
-        lines = ["id;text;t", f'{split}1;"one\ntwo; three";None', "", f"{split}2;four;ja"]
-        (folder / f"{split}.csv").write_bytes(("\ufeff" + end.join(lines)).encode())
-    dataset = hub(folder)
-    assert texts(dataset) == ["one\ntwo; three", "four"]
-    assert [row.labels["t"] for row in dataset.splits["train"]] == ["None", "ja"]
-
-
 def test_a_broken_file_is_refused_with_its_cause(folder: Path) -> None:
     for split in SPLITS:
         (folder / f"{split}.jsonl").write_text('{"text": "a", "text": "b"}\n')

@@ -71,11 +71,3 @@ EVIDENCE = {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "y"}
 def test_bad_tasks_are_refused(tasks: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         parse_tasks({"tasks": tasks}, "t.json")
-
-
-def test_all_problems_of_a_file_are_reported_together() -> None:
-    with pytest.raises(DataError) as raised:
-        parse_tasks({"x": {"kind": "single"}, "y": {"kind": "multi_label", "classes": "a"}}, "t.json")
-    first, second = str(raised.value).splitlines()
-    assert first.startswith("t.json: task `x`: kind: must be one of")
-    assert second == "t.json: task `y`: classes: must be a list, but got `a`."
