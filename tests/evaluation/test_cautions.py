@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.contributions import baselines
-from hpo.evaluation.detailed import class_figures
+from hpo.evaluation.detailed import class_figures, task_warnings
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds

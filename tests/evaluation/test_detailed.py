@@ -20,8 +20,14 @@ from hpo.data.examples import RowChecker
 from hpo.data.tasks import parse_tasks
 from hpo.errors import DataError
 from hpo.evaluation.contributions import baselines
-from hpo.evaluation.detailed import class_figures, confusion, evaluate_predictions, predict_split
-from hpo.evaluation.mistakes import MAX_CHARACTERS, worst_mistakes
+from hpo.evaluation.detailed import (
+    MAX_CHARACTERS,
+    class_figures,
+    confusion,
+    evaluate_predictions,
+    predict_split,
+    worst_mistakes,
+)
 from hpo.evaluation.record import VERSION, DetailedEvaluation, read_document
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task

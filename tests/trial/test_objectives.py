@@ -19,12 +19,12 @@ from hpo.report.data_check import DataCheck, check_data
 from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
 from hpo.trial import objectives
+from hpo.trial.executor import build_executor
 from hpo.trial.objectives import (
-    check_metrics,
+    check_metric_names,
     decision_metrics,
     objective_value,
 )
-from hpo.trial.own_executor import build_executor
 
 TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
@@ -50,7 +50,7 @@ def test_unknown_metric_gets_the_nearest_name(key: str, tmp_path: Path) -> None:
     section = key.partition(".")[0]
     study = tiny_study(tmp_path, **{section: changes[section]})
     with pytest.raises(InputError, match=rf"{key}: .*'criteria/f1_macor'\. Did you mean `criteria/f1_macro`"):
-        check_metrics(study, load_data(study.data))
+        check_metric_names(study, load_data(study.data).tasks)
 
 
 NUMBER_AND_CLASS = {

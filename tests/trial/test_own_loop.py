@@ -99,7 +99,7 @@ def net(width):
         (changed("run.report({", "run.report({'loss': torch.nan, "), {}, "nonfinite", "loss is nan"),
         (changed("ROWS[rows], CL", "ROWS[rows] * torch.inf, CL"), {}, "nonfinite", "not finite in 3 steps"),
         (changed("        run.report(", "        print("), {}, "invalid", "returned without a report"),
-        (changed('{"accuracy"', '{"recall"'), {}, "invalid", "no report had `accuracy`"),
+        (changed('{"accuracy"', '{"recall"'), {}, "invalid", "the metric accuracy of an objective"),
         (changed("        model.train()", "        1 / 0"), {}, "failed", "ZeroDivisionError"),
     ],
 )

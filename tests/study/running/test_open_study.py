@@ -27,7 +27,6 @@ from hpo.study.running.worker import run_study
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.trial.parts import fit_pruner
 
 
 class FakeExecutor:
@@ -40,11 +39,8 @@ class FakeExecutor:
         self.resolved = resolved
         self.study, self.device, self.amp = resolved.config, resolved.device, resolved.amp
         self.num_checks, self.checks_values = 0, checks_values
+        self.dataset = SimpleNamespace(splits={"train": range(48), "validation": range(24)})
         self.made.append(self)
-
-    def fit_pruner(self) -> tuple[Any, str]:
-        splits: Any = {"train": range(48), "validation": range(24)}
-        return fit_pruner(self.study, SimpleNamespace(splits=splits))  # type: ignore[arg-type]
 
     def check_study(self) -> None:
         self.num_checks += 1
