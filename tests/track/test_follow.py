@@ -102,11 +102,6 @@ def test_idle_seconds_ignore_changes_of_the_database_clock(monkeypatch: pytest.M
     assert idle == [0.0, 10.0, 0.0, 10.0]
 
 
-def test_empty_reason_replaces_earlier_reason(tracked: TrackedStudy) -> None:
-    tracked.run("complete", reason="")
-    assert runs_of(tracked.record, "token")[0].facts["outcome_reason"] == ""
-
-
 def test_content_of_trial(tracked: TrackedStudy) -> None:
     tracked.run("complete", "nonfinite")
     whole, broken = runs_of(tracked.record, "token")
