@@ -25,7 +25,14 @@ from hpo.config.limits import ENERGY, broken_limits, check_energy, violations
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, decode, lowest
 from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import AUTO, MODEL_SETTINGS, OF_TASKS, OWN_LOOP_SETTINGS, TrialSettings
+from hpo.config.trial_settings import (
+    AUTO,
+    MODEL_SETTINGS,
+    OF_SOURCES,
+    OWN_LOOP_SETTINGS,
+    WITH_FREE_PART,
+    TrialSettings,
+)
 from hpo.data.dataset import DataSet
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
@@ -115,7 +122,7 @@ class Executor:
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
-        self._check_settings_of_tasks()
+        self._check_named_settings()
 
     @property
     def fingerprint(self) -> str:
@@ -134,18 +141,20 @@ class Executor:
     def amp(self) -> AmpConfig:
         return self.resolved.amp
 
-    def _check_settings_of_tasks(self) -> None:
-        """Raise InputError for a loss that fits no task, or for the weight or head of an unknown task."""
+    def _check_named_settings(self) -> None:
+        """Raise InputError for a loss that fits no task, or for a setting of an unknown task or source."""
         space = self.study.search_space
         searched = getattr(space.get("loss"), "choices", ())
         for loss in (self.study.training.loss, *searched):
             check_loss(self.tasks, loss)
-        names = [task.name for task in self.tasks]
-        for prefix, field in OF_TASKS.items():
+        for prefix, field in WITH_FREE_PART.items():
+            kind, names = "task", [task.name for task in self.tasks]
+            if prefix in OF_SOURCES:
+                kind, names = "source", [*self.dataset.sources.get("train", ())]
             searched_names = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
             for name in sorted(searched_names | getattr(self.study.training, field).keys()):
                 if name not in names:
-                    raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
+                    raise InputError(f"{prefix}{name}: there is no such {kind}.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Return the folder of a trial's checkpoints."""
