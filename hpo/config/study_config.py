@@ -80,7 +80,7 @@ def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
 def _data_or_own_loop(given: Any) -> Any:
     """Require the section `data`, except in a study with its own training loop."""
     if given is None and has_own_loop():
-        return DataConfig.of_own_loop()
+        return DataConfig(source=NO_DATA)  # type: ignore[arg-type]
     if given is None:
         raise ValueError("must be given.")
     return given

@@ -22,7 +22,7 @@ from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, kind_of
-from hpo.tasks.tokenized_split import WHOLE_TEXTS, IntArray, Windowing
+from hpo.tasks.tokenized_split import WHOLE_TEXTS, Windowing
 
 _logger = logging.getLogger("hpo.data")
 
@@ -192,11 +192,10 @@ def length_facts(
         )
     return LengthFacts(
         num_tokens={name: split.num_tokens for name, split in whole.items()},
-        quantiles={name: _quantiles(split.lengths_W) for name, split in whole.items()},
+        quantiles={
+            name: np.percentile(split.lengths_W, range(101), method="inverted_cdf").astype(int).tolist()
+            for name, split in whole.items()
+        },
         num_spans=num_spans,
         cuts=cuts,
     )
-
-
-def _quantiles(length_W: IntArray) -> list[int]:
-    return [int(at) for at in np.percentile(length_W, range(101), method="inverted_cdf")]

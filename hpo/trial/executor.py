@@ -146,7 +146,7 @@ class Executor:
             check_loss(self.tasks, loss)
         for prefix, field in WITH_FREE_PART.items():
             kind, names = "task", [task.name for task in self.tasks]
-            if prefix in OF_SOURCES:
+            if prefix == OF_SOURCES:
                 kind, names = "source", [*self.dataset.sources.get("train", ())]
             searched_names = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
             for name in sorted(searched_names | getattr(self.study.training, field).keys()):
