@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpo.config.search_space import FloatDistribution, SearchSpace
 from hpo.config.study_file import Problem
@@ -13,8 +12,7 @@ from hpo.extensions import has_own_loop
 from hpo.precision.table import BASE_PRECISION, OPTIMIZER_STATE, PRECISION
 
 
-@dataclass(frozen=True)
-class _Dependency:
+class _Dependency(NamedTuple):
     """A setting that may leave its `neutral` value only with the `allowed` values of another setting."""
 
     name: str
@@ -25,8 +23,6 @@ class _Dependency:
     """`{}` stands for the other values of the other setting."""
 
 
-SHORT_STATE = ("adamw", "adam", "lion")
-"""Optimizers with moments, see `hpo.training.optimizer_states`."""
 _DEPENDENCIES = (
     _Dependency(
         *(BASE_PRECISION, "fp32", "adapter", ("lora", "dora")),
@@ -37,7 +33,7 @@ _DEPENDENCIES = (
         "must be 0 with an adapter, which freezes the whole encoder.",
     ),
     _Dependency(
-        *(OPTIMIZER_STATE, "fp32", "optimizer", SHORT_STATE),
+        *(OPTIMIZER_STATE, "fp32", "optimizer", ("adamw", "adam", "lion")),
         "must be fp32 with `optimizer: {}`: only adamw, adam and lion have moments in another format.",
     ),
 )
