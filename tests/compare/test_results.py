@@ -26,7 +26,7 @@ from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.report import verdicts
 from hpo.report.terminal import print_parts
-from hpo.study.reading.row_statistics import read_row_statistics
+from hpo.study.reading.detailed_evaluations import read_row_statistics
 from hpo.study.sampling.points import grid_points
 from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage, open_storage

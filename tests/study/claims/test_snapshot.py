@@ -15,7 +15,7 @@ from hpo.errors import LeaseLostError, StorageError
 from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unclaimed, end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
-from hpo.study.claims.runnable import Runnable
+from hpo.study.claims.snapshot import Runnable
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
 from hpo.study.store.lifecycle import set_state

@@ -5,12 +5,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from support.whole_study import filled
-from support.worker_process import begin, result, run_trials, study, worker_on
+from support.worker_process import begin, result, study, worker_on
 
-from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import NOT_READ, best_trials
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -45,27 +42,3 @@ def test_trials_of_the_dashboard_have_the_outcome_of_their_state(storage: Storag
         opened.tell(trial.number, state=TrialState.FAIL)
     opened.enqueue_trial({})
     assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["failed", "waiting"]
-
-
-def telemetry(number: int) -> dict[str, Any]:
-    precision = {"observed": {"tf32": False}, "agrees": None if number == 1 else True, "reason": "unseen."}
-    return {"precision": precision, "weights_lost": number == 2}
-
-
-def test_a_brief_record_has_the_best_trials_and_warnings(storage: Storage) -> None:
-    run_trials(storage, study(4), lambda trial: result("complete", telemetry=telemetry(trial.number)))
-    whole, brief = read_study(storage, "tiny"), read_study(storage, "tiny", brief=True)
-    assert study_status(brief) == study_status(whole)
-    assert len(study_status(brief)["warnings"]) == 2
-    assert best_trials(brief)[0].params == best_trials(whole)[0].params != {}
-    assert brief.trials[3].telemetry is NOT_READ
-    with pytest.raises(RuntimeError, match="was not read"):
-        brief.trials[3].params.get("learning_rate")
-
-
-def test_a_brief_record_gives_the_same_status_in_every_state(storage: Storage) -> None:
-    filled(storage)
-    whole, brief = read_study(storage, "tiny"), read_study(storage, "tiny", brief=True)
-    assert study_status(brief) == study_status(whole)
-    lengths = [[len(trial.evaluations) for trial in record.trials] for record in (whole, brief)]
-    assert lengths[0] == lengths[1]

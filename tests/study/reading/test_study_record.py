@@ -2,11 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from support.study_records import fake_trial, record_of
 
-from hpo.errors import StorageError
-from hpo.study.reading.study_record import StoredJson, unverified_precisions
+from hpo.study.reading.study_record import unverified_precisions
 
 
 def unverified(number: int, **facts: str) -> Any:
@@ -30,9 +28,3 @@ def test_a_fallback_is_no_reason_for_an_unverified_precision() -> None:
     trial = unverified(0, reason=f"{fallback} {reason}", observed_reason=reason)
     ((text, _),) = unverified_precisions(record_of([trial]))
     assert text == f"The precision of 1 trial (number 0) is unverified: {reason}"
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "3"])
-def test_damaged_json_is_one_clear_error(text: str) -> None:
-    with pytest.raises(StorageError, match="must have a JSON object"):
-        StoredJson(text).get("precision")
