@@ -99,16 +99,6 @@ def test_a_setting_of_one_precision_has_its_best_value_or_default(
     assert [one.params["init_scale"] for one in plan.configurations] == [expected]
 
 
-def test_a_device_without_a_base_precision(empty: Storage) -> None:
-    config = searched(empty, score, training={"adapter": "lora"})
-    record, device = read_study(empty, config.name), replace(HERE, has_bitsandbytes=False)
-    asked = Request("base_precision", precisions=("nf4", "int8"))
-    with pytest.raises(InputError, match=r"needs base_precision=nf4, but .* Leave nf4 out of --precisions"):
-        open_comparison(empty, record, config, asked, device=device, has_test=True)
-    every = open_comparison(empty, record, config, Request("base_precision"), device=device, has_test=True)
-    assert planned(every).precisions == ("fp32", "bf16", "int8")
-
-
 @pytest.mark.parametrize(
     ("changes", "options"),
     [

@@ -22,13 +22,11 @@ from support.planted_comparison import (
 )
 
 from hpo.compare.planning import Request
-from hpo.errors import InputError, RunError
+from hpo.errors import InputError
 from hpo.json_safe import json_safe
 from hpo.report import verdicts
 from hpo.report.terminal import print_parts
-from hpo.study.reading.detailed_evaluations import read_row_statistics
 from hpo.study.sampling.points import grid_points
-from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -148,15 +146,6 @@ def test_an_open_verdict_comes_with_the_command_for_more_seeds() -> None:
         assert most["sentence"].endswith("--max-seeds 200") is is_advised, "200 seeds are the limit"
 
 
-@pytest.mark.parametrize("loss", [0.0, 2.0])
-def test_every_precision_gets_its_verdict(loss: float) -> None:
-    request = Request(precisions=("fp32", "fp16", "bf16", "bf16-true"), top=2)
-    found = judged(search_config(), planted(loss, fp_precision="fp16"), request).content
-    expected = {"fp16": "worse" if loss else "as_good", "bf16": "as_good", "bf16-true": "as_good"}
-    assert {row["precision"]: row["verdict"] for row in found["verdicts"]} == expected
-    assert "any of 3 `as good` in at most 7.5%" in found["error"]
-
-
 @pytest.mark.parametrize("share", [3, 5])
 def test_runs_without_a_score_count_alike_on_both_sides(share: int) -> None:
     """NaN is as frequent in both precisions, in other runs: neither verdict."""
@@ -260,13 +249,3 @@ def test_a_stopped_comparison_has_the_same_result(empty: Storage, tmp_path: Any)
             run(other, comparison, score, trials=trials)
         again = compared(other, config, score, request).content
     assert again == whole
-
-
-def test_damaged_rows_are_refused(empty: Storage) -> None:
-    score = planted(0.0)
-    compared(empty, searched(empty, score), score, Request(top=1))
-    assert len(read_row_statistics(empty, "tiny-compare", TWO_TASKS)) == 8
-    with empty.engine.begin() as connection:
-        connection.execute(row_statistics.update().values(content=b"PK"))
-    with pytest.raises(RunError, match=r"cannot be read .* Compare anew: hpo delete tiny-compare"):
-        read_row_statistics(empty, "tiny-compare", TWO_TASKS)

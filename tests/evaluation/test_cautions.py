@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hpo.evaluation.cautions import task_warnings
-from hpo.evaluation.contributions import baselines
-from hpo.evaluation.detailed import class_figures
+from hpo.evaluation.detailed import class_figures, task_warnings
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds
@@ -74,21 +71,3 @@ def test_warnings_about_a_task(
     assert len(warnings) == len(expected)
     for warning, beginning in zip(warnings, expected, strict=True):
         assert warning.startswith(beginning)
-
-
-@pytest.mark.parametrize(
-    ("task", "truth", "predicted", "comparison"),
-    [
-        (SINGLE, ["a", "b", "c"] * 10, ["a"] * 30, "f1_macro is not above {} (0.1667)"),
-        (MULTI, [["a"], []] * 20, [["b", "c"]] * 40, "f1_macro is not above {} (0.6667)"),
-        (replace(NUMBER, primary="mae"), [1.0, 5.0] * 20, [5.0, 1.0] * 20, "mae is not below {} (2)"),
-    ],
-)
-def test_a_score_no_better_than_a_constant(
-    task: Task, truth: list[Any], predicted: list[Any], comparison: str
-) -> None:
-    warning = f"{comparison.format('that of the best constant prediction')}."
-    for given, expected in ((predicted, [warning]), (truth, [])):
-        statistics = statistics_of(task, truth, given)
-        warnings = task_warnings(statistics, (), DecodingThresholds(), baselines({"t": statistics}))
-        assert list(warnings) == expected

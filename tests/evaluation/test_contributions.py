@@ -11,15 +11,12 @@ from sklearn.metrics import accuracy_score, f1_score, mean_absolute_error, r2_sc
 
 from hpo.evaluation.contributions import (
     baselines,
-    constant_predictions,
     perfect_statistics,
     rare_classes,
     scored,
-    shuffled_value,
 )
-from hpo.extensions import METRICS, Extension
 from hpo.tasks.example import Example
-from hpo.tasks.kind import KINDS, Kind, Task, kind_of
+from hpo.tasks.kind import KINDS, Task, kind_of
 from hpo.training.metrics import RowStatistics, row_statistics, score
 
 CLASSES = ("a", "b", "c")
@@ -174,11 +171,6 @@ def test_no_constant_list_of_classes_beats_the_baseline(metric: str) -> None:
     assert found[f"t/{metric}"] == pytest.approx(best)
 
 
-def test_baseline_of_rows_without_a_class_is_perfect() -> None:
-    found = baselines({"t": statistics(Task("t", "multi_label", CLASSES), [[]] * 9, [["a"]] * 9)})
-    assert set(found.values()) == {1.0}
-
-
 def test_baseline_of_spans_is_no_span() -> None:
     answers: list[Any] = [{"answer": [(0, 3)]}] * 3 + [{}]
     found = baselines({"t": statistics(Task("t", "span_extraction", ("answer",)), answers, [[]] * 4)})
@@ -187,42 +179,6 @@ def test_baseline_of_spans_is_no_span() -> None:
     for kind in ("token_classification", "span_per_label"):
         found = baselines({"t": statistics(Task("t", kind, CLASSES), places, [[], []])})
         assert found == {"t/span_f1": 0, "t/span_overlap_f1": 0, "t/f1_macro": 0, "score": 0}
-
-
-def test_score_is_the_mean_over_tasks_with_labelled_rows() -> None:
-    truth = drawn("single_label", 60, 0)[0]
-    tone = statistics(Task("tone", "single_label", CLASSES, primary="accuracy"), truth, ["a"] * 60)
-    stars = statistics(Task("stars", "regression"), [1.0, 2.0, 4.0] * 20, [0.0] * 60)
-    empty = statistics(Task("empty", "single_label", CLASSES), [None] * 60, ["a"] * 60)
-    found = baselines({"tone": tone, "stars": stars, "empty": empty})
-    assert found["score"] == pytest.approx(found["tone/accuracy"] / 2)
-    assert not any(name.startswith("empty/") for name in found)
-    assert baselines({"empty": empty}) == {}
-
-
-def test_kinds_and_metrics_of_own_code_have_no_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Extension(lambda truths, predictions: float(truths == predictions), kinds=("single_label",))
-    monkeypatch.setitem(METRICS, "own", own)
-    tone = statistics(Task("tone", "single_label", CLASSES), ["a", "b", "b"], ["a", "a", "b"])
-    known = {"tone/f1_macro", "tone/f1_micro", "tone/accuracy"}
-    assert set(baselines({"tone": tone})) == known | {"score"}
-    constant = constant_predictions({"tone": tone}, "tone/accuracy")
-    assert constant is not None
-    assert constant["tone"].scores()["accuracy"] == pytest.approx(2 / 3)
-    monkeypatch.setattr(KINDS["regression"], "constant_rows", Kind.constant_rows)
-    stars = statistics(Task("stars", "regression"), [1.0, 2.0, 3.0], [0.0] * 3)
-    assert set(baselines({"tone": tone, "stars": stars})) == known
-
-
-def test_predictions_in_random_order_have_the_expected_score() -> None:
-    task = task_of("single_label", "f1_macro")
-    truths, predicted, _ = drawn("single_label", 300, 5)
-    rows, rng = examples(task, truths), np.random.default_rng(0)
-    shuffled = [score(task, rng.permutation(predicted).tolist(), rows)["f1_macro"] for _ in range(50)]
-    expected = shuffled_value({"t": row_statistics(task, predicted, rows)}, "t/f1_macro")
-    assert expected == pytest.approx(100 * np.mean(shuffled), abs=1.5)
-    number = statistics(Task("t", "regression"), [1.0, 2.0], [1.0, 2.0])
-    assert shuffled_value({"t": number}, "t/r2") == -np.inf
 
 
 def test_rare_classes_have_an_unknown_loss() -> None:

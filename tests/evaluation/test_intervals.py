@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, bootstrap
 
-from hpo.evaluation import intervals
 from hpo.evaluation.intervals import metric_intervals
 from hpo.evaluation.record import Interval
 from hpo.extensions import METRICS, Extension
@@ -22,7 +21,6 @@ NUMBER = Task("t", "regression")
 SINGLE = Task("t", "single_label", ("a", "b"))
 MULTI = Task("t", "multi_label", ("a", "b"))
 ANSWER = Task("t", "span_extraction", ("answer",))
-SPANS = Task("t", "token_classification", ("a", "b"))
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
@@ -129,14 +127,6 @@ def test_interval_of_a_mean_is_scipys() -> None:
     assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), abs=0.03 * width(found))
 
 
-def test_resamples_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = numbers(*np.random.default_rng(7).normal(size=(2, 50)), missing=5)
-    whole = metric_intervals(given, num_resamples=100).tasks["t"]["mae"]
-    monkeypatch.setattr(intervals, "_WEIGHTS_AT_ONCE", 55 * 7)
-    pieces = metric_intervals(given, num_resamples=100).tasks["t"]["mae"]
-    assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), rel=1e-12)
-
-
 # The score
 
 
@@ -154,21 +144,6 @@ def test_tasks_are_resampled_together_in_the_score() -> None:
     assert found.score is not None
     assert found.score.value == pytest.approx(np.mean([of["f1_macro"].value for of in found.tasks.values()]))
     assert width(found.score) < 0.25 * width(found.tasks["u"]["f1_macro"])
-
-
-def test_score_of_one_task_is_its_primary_metric() -> None:
-    one = statistics(SINGLE, ["a", "b"] * 25, ["a", "b"] * 25)
-    alone = metric_intervals({"t": one})
-    assert alone.score == alone.tasks["t"]["f1_macro"]
-    both = metric_intervals(
-        {"t": one, "u": dataclasses.replace(one, task=dataclasses.replace(SINGLE, name="u"))}
-    )
-    assert both.score is not None
-    assert (both.score.low, both.score.high) == (pytest.approx(alone.score.low), 1)
-    worst = metric_intervals({"t": statistics(NUMBER, [0.0, 1.0] * 5, [9.0] * 10)})
-    assert worst.score is not None
-    assert worst.score.value == worst.score.low == 0
-    assert worst.tasks["t"]["r2"].low < -100
 
 
 # Few rows and equal rows
@@ -229,14 +204,6 @@ def test_an_unknown_row_bound_without_spread_has_no_interval(monkeypatch: pytest
     monkeypatch.setitem(METRICS, "own", own)
     assert ends(SINGLE, "own", ["a"] * 9, ["a"] * 9) == (None, None)
     assert ends(SINGLE, "own", ["a"] * 9, ["a"] * 8 + ["b"]) == (0, 1)
-
-
-def test_a_rare_class_widens_the_interval_by_its_share() -> None:
-    """Ten classes, one of a single row, with a tenth of the mean."""
-    truth = np.append(np.arange(999) % 9, 9)
-    found = metric_intervals({"t": classified(truth, truth, 10)}).tasks["t"]["f1_macro"]
-    assert found.high == 1
-    assert 0.88 < found.low < 0.9
 
 
 @pytest.mark.parametrize("seed", range(10))

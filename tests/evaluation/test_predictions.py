@@ -13,7 +13,6 @@ from hpo.errors import InputError
 
 CLASSES = ["a", "b", "c"]
 TASK = {"kind": "single_label", "classes": CLASSES, "primary_metric": "accuracy"}
-MACRO = {"kind": "single_label", "primary_metric": "f1_macro"}
 
 
 def classes(num: int, errors: float) -> tuple[list[str], list[str]]:
@@ -50,21 +49,6 @@ def test_large_losses_are_worse_with_few_rows(num_wrong: int, verdict: str) -> N
     wrong = [CLASSES[(CLASSES.index(one) + 1) % 3] for one in predicted[:num_wrong]] + predicted[num_wrong:]
     found = compare(truths, wrong)
     assert (found.verdict, found.difference) == (verdict, pytest.approx(-num_wrong / 2))
-
-
-@pytest.mark.parametrize(
-    ("truths", "task", "reason"),
-    [
-        (["a"] * 600 + ["b"] * 395 + ["c"] * 5, MACRO, "classes with too few rows is unknown: `c` (5)"),
-        (["a", "b"] * 1000, {**MACRO, "classes": CLASSES}, "No row has the class `c`, so a loss there is"),
-        (["a", "b"] * 1000, {**TASK, "classes": CLASSES}, ""),
-    ],
-    ids=["rare class", "absent class", "accuracy"],
-)
-def test_rare_and_absent_classes_have_an_unknown_loss(truths: Any, task: Any, reason: str) -> None:
-    found = compare(truths, truths, task=task)
-    assert found.verdict == ("not_shown" if reason else "as_good")
-    assert reason in found.reason
 
 
 def test_a_reference_without_learning_shows_nothing() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from support.command_line import COMMANDS, hpo_command, refused
-from support.tiny import write_study
 from support.worker_process import study
 
 from hpo.study.store.storage import open_storage
@@ -59,14 +58,3 @@ def test_error_names_broken_file_or_missing_study(folder: Path, command: str) ->
         assert finished.err.startswith("Error: "), (word, finished.err)
         assert finished.err.count("\n") == 1
         assert word.removeprefix("./") in finished.err or "There is no study database at" in finished.err
-
-
-def test_stored_study_is_used_despite_broken_file(tmp_path: Path) -> None:
-    (tmp_path / "studies").mkdir()
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "studies" / "tiny.yaml").write_text("name: [")
-    write_study(tmp_path)
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
-        create_or_resume_study(storage, study(2))
-    for command in ("status", "pause", "resume", "doctor"):
-        assert hpo_command(tmp_path, command, "tiny").exit_code == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import Finished, hpo_command, ok
+from support.command_line import Finished, hpo_command
 from support.jsonl_sets import write_set
 from support.tiny import write_study
 
@@ -41,11 +41,3 @@ def test_wrong_data_are_refused(tmp_path: Path, options: tuple[str, ...]) -> Non
     write_study(tmp_path, data={"source": "jsonl", "path": "."})
     message = r"train\.jsonl:2: labels\.tone: unknown class `clam`\. .*train\.jsonl:3: `text` is"
     check_refused(tmp_path, hpo_command(tmp_path, "run", "tiny.yaml", *options), message)
-
-
-def test_reading_needs_no_write_access(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    url = f"sqlite:///file:{tmp_path}/runs/hpo.db?mode=ro&uri=true"
-    status = ok(hpo_command(tmp_path, "status", "tiny.yaml", "--storage", url, "--json")).json
-    assert status["trials"]["open"] == 2

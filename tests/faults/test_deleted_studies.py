@@ -88,17 +88,3 @@ def test_new_study_adopts_no_orphaned_trials(tmp_path: Path, database: sa.Engine
         ]
     assert keys
     assert "left" not in keys
-
-
-def test_doctor_removes_orphans(tmp_path: Path, database: sa.Engine) -> None:
-    write_study(tmp_path)
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    delete_with_optuna(str(database.url))
-    leave_orphans(database)
-    found = hpo_command(tmp_path, "doctor", "--json").json["findings"]
-    first, second = [finding["problem"] for finding in found if finding["check"] == "orphans"]
-    assert "1 of trials, 1 of trial_system_attributes" in first
-    assert second.startswith("Study tiny was deleted, but this database still has rows")
-    fixed = hpo_command(tmp_path, "doctor", "--fix", "--json").json["findings"]
-    assert all(finding["mended"] for finding in fixed)
-    assert hpo_command(tmp_path, "doctor", "--json").json["findings"] == []

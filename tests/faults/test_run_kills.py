@@ -144,18 +144,6 @@ def test_signal_during_training(tmp_path: Path, numbers: list[signal.Signals]) -
     assert trial.telemetry["resumed_from_step"] == step, "no step is trained twice"
 
 
-def test_checkpoint_before_the_end_of_a_job(tmp_path: Path) -> None:
-    write_long_study(tmp_path, 600, n_trials=1, max_steps=10**7)
-    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    end = int(time.time()) + 25
-    left = finish(start_hpo(tmp_path, "worker", "tiny.yaml", SLURM_JOB_END_TIME=str(end)))
-    check_released(tmp_path, left)
-    assert "Told to stop: its job ends at 20" in left.err
-    (checkpoint,) = tmp_path.glob("runs/tiny/checkpoints-*/trial-00000/step-*")
-    assert checkpoint.stat().st_mtime < end
-    assert saved_steps(tmp_path)[0] > 0
-
-
 def test_supervisor_restarts_a_killed_worker_and_forwards_signals(tmp_path: Path) -> None:
     write_long_study(tmp_path, 0.1, max_steps=10**7)
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))

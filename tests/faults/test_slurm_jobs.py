@@ -112,20 +112,6 @@ def test_preempted_array_keeps_paused_trials(slurm: SlurmCluster, postgres_url: 
             assert trial.telemetry["resumed_from_step"] >= steps[rungs.index(str(resumed_at))]
 
 
-def test_next_job_continues_trial_of_cancelled_job(
-    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
-) -> None:
-    """SIGTERM: the worker leaves in time and is not requeued."""
-    job = submit(tmp_path, postgres_url, seconds=6)
-    slurm.wait(lambda: bool(saved_steps(tmp_path)))
-    slurm.run(f"scancel {job}")
-    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
-    record = read(postgres_url)
-    assert record.counts == {"open": 1, "running": 0, "done": 0}
-    assert [trial.outcome for trial in record.trials] == ["preempted"]
-    check_continued(slurm, postgres_url, submit(tmp_path, postgres_url, seconds=6))
-
-
 @pytest.mark.usefixtures("forgotten")
 def test_job_has_copy_of_own_code(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
     write(tmp_path, n_trials=1)

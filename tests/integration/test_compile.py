@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.tiny import ENCODER, tiny_executor
 
 from hpo.models.encoder import encoder_layers
@@ -83,34 +81,8 @@ def test_trial_of_compiled_steps_has_no_throughput(tmp_path: Path) -> None:
     executor = executor_of(tmp_path, objective={"metric": "train_tokens_per_second"}, training=training)
     result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)
-    message = (
-        r"train_tokens_per_second has no value: .* the 1 steps.* Raise `max_steps`, or use `compile: none`"
-    )
+    message = r"train_tokens_per_second has no value: the training was too short"
     assert re.search(message, result.reason)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("base", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
-def test_compiled_adapter_trains_alike(tmp_path: Path, base: str) -> None:
-    """Also where the frozen weights are decoded in each product, forward and backward."""
-    results, weights = [], []
-    for mode in ("none", "default"):
-        folder = tmp_path / mode
-        folder.mkdir()
-        settings = {"adapter": "lora", "base_precision": base, "lora_learning_rate": 1.0, "compile": mode}
-        settings |= {"optimizer": "sgd"}  # Adam's first steps have the sign of gradients that are nearly 0
-        settings |= {"attention_dropout": 0.0, "head_dropout": 0.0}  # compiled, the masks are others
-        training = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0, "fp_precision": "fp32"}
-        executor = executor_of(folder, 48, 24, training={**training, **settings})
-        executor.loader.apply_compile = partial(compile_layers_alone, backend="aot_eager")
-        results.append(executor.run({}, folder / "trial", "trial"))
-        assert results[-1].outcome == "complete", results[-1].traceback
-        weights.append(load_file(next(folder.glob("trial/best-*/model.safetensors"))))
-    assert [one.telemetry["precision"]["observed"]["compiled"] for one in results] == [False, True]
-    assert all(one.telemetry["base_precision"]["agrees"] for one in results)
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.allclose(value, weights[1][name], atol=1e-5) for name, value in weights[0].items())
-    assert max(float(value.abs().max()) for name, value in weights[0].items() if ".lora_B" in name) > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,7 @@ from support.tiny import CPU, CPU_PRECISIONS, ENCODER, altered_executor, tiny_ex
 
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import training_batches
-from hpo.errors import InputError, Pruned
+from hpo.errors import Pruned
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Progress, TrialResult
 from hpo.training import loop
@@ -66,13 +66,6 @@ def test_complete(executor: Executor, tmp_path: Path, name: str) -> None:
     assert 0 < telemetry["evaluation_scoring_seconds"] < telemetry["evaluation_seconds"]
     assert (telemetry["scaler"]["scale_min"] is not None) == (name == "fp16")
     assert result.headline["peak_memory_bytes"] > 2**27
-
-
-def test_same_seed_gives_the_same_trial(executor: Executor, tmp_path: Path) -> None:
-    params = {"fp_precision": "fp32", "dropout": 0.1}
-    first, second = (executor.run(params, tmp_path / name, name) for name in ("a", "b"))
-    assert first.values == second.values
-    assert executor.run(params | {"seed": 7}, tmp_path / "c", "c").values != first.values
 
 
 @pytest.mark.parametrize(
@@ -129,13 +122,6 @@ def test_checkpoint_keeps_the_count_of_nonfinite_steps(
         "nonfinite",
         "the gradients were not finite in 3 steps in a row.",
     )
-
-
-def test_scaler_skips_infinite_gradients(executor: Executor, tmp_path: Path) -> None:
-    result = run(executor, tmp_path, "fp16", init_scale=2.0**18, max_steps=12)
-    assert result.outcome == "complete"
-    assert result.telemetry["scaler"]["skipped_steps"] >= 1
-    assert result.telemetry["scaler"]["scale_min"] < 2.0**18
 
 
 def out_of_memory_unless(fits: Callable[[MultitaskModel, int], bool]) -> Callable[[MultitaskModel], object]:
@@ -261,17 +247,3 @@ def test_best_weights_may_be_newer_than_the_checkpoint(executor: Executor, tmp_p
     kept = best_checkpoint(tmp_path / "trial")
     assert kept.state["best"]["values"] == [2.0]
     assert executor.run({}, tmp_path / "trial", "another trial").values[0] <= 1
-
-
-def test_weight_of_an_unknown_task_is_refused(tmp_path: Path) -> None:
-    weight = {"loss_weight.criterai": {"type": "float", "low": 0.1, "high": 1.0}}
-    with pytest.raises(InputError, match=r"loss_weight\.criterai: .* Did you mean `criteria`"):
-        tiny_executor(tmp_path, search_space=weight)
-    with pytest.raises(InputError, match="no such task"):
-        tiny_executor(tmp_path, training={"max_steps": 1, "loss_weight": {"nothing": 2.0}})
-
-
-def test_measured_objective_covers_the_whole_trial(tmp_path: Path) -> None:
-    objectives = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
-    result = run(tiny_executor(tmp_path, objective=objectives), tmp_path)
-    assert abs(result.values[1] - result.telemetry["peak_memory_bytes"]) < 2**26

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support.command_line import ROOT, finish, hpo_command, ok, refused, start_hpo, stored, wait_until
+from support.command_line import ROOT, finish, ok, start_hpo, stored, wait_until
 
 from hpo.study.reading.study_record import StudyRecord
 
@@ -73,36 +73,3 @@ def test_killed_example_resumes_exactly(name: str, tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     assert second.trials[0].telemetry["precision"]["agrees"] is True
-
-
-def test_two_workers_search_over_precision(tmp_path: Path) -> None:
-    write_example(
-        "own_loop",
-        tmp_path,
-        n_trials=4,
-        amp={"allow_emulated": True},
-        sampler={"name": "grid"},
-        training={"seed": 0, "epochs": 2, "batch_size": 50},
-        search_space={
-            "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
-            "learning_rate": {"type": "categorical", "choices": [0.001, 0.01]},
-            "width": {"type": "categorical", "choices": [8]},
-        },
-    )
-    ok(hpo_command(tmp_path, "run", "own_loop.yaml", "--workers", "2"))
-    record = stored(tmp_path, "own_loop")
-    assert [trial.outcome for trial in record.trials] == ["complete"] * 4
-    observed = {
-        (trial.params["fp_precision"], *trial.telemetry["precision"]["observed"]["linear_products"])
-        for trial in record.trials
-    }
-    assert observed == {("fp32", "float32"), ("bf16", "bfloat16")}
-    status = ok(hpo_command(tmp_path, "status", "own_loop.yaml", "--json")).json
-    assert status["best"][0]["values"]["accuracy"] > 0.5
-    assert "accuracy" in ok(hpo_command(tmp_path, "best", "own_loop.yaml")).out
-    ok(hpo_command(tmp_path, "report", "own_loop.yaml"))
-    assert (tmp_path / "runs/own_loop/report/report.html").is_file()
-    for command, *options in (["best", "--evaluate", "test"], ["deploy"], ["verify"]):
-        asked = hpo_command(tmp_path, command, "own_loop.yaml", *options)
-        refused(asked, "needs the `data` and the `model`")
-    refused(hpo_command(tmp_path, "compare", "own_loop.yaml"), "hpo.compare_predictions")

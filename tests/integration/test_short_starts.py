@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from support.command_line import hpo_command, ok, stored
 from support.tiny import write_study
 
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.sampling.promotion import RESUMED_ATTR
 
@@ -80,26 +79,3 @@ def test_resumed_trial_ends_as_without_a_pause(paused: Path, tmp_path: Path) -> 
     assert kept == {f"trial-{trial.number:05d}" for trial in complete.values()}
     exported = ok(hpo_command(paused, "best", "tiny.yaml", "--export", "model", "--json")).json
     assert exported["trials"][0]["number"] in {trial.number for trial in complete.values()}
-
-
-def test_paused_trial_of_a_dead_worker_repeats_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its checkpoint was written, its end was not stored."""
-
-    def die(*_: Any) -> None:
-        raise SystemExit(9)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(WorkerLease, "record_outcome", die)
-        data = {"source": "synthetic", "synthetic": FEW_ROWS}
-        content = {"n_trials": 3, "pruner": PROMOTE, "training": DROPOUT, "data": data}
-        write_study(tmp_path, **content, evaluation={"per_trial": 5})
-        assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 9
-    assert [trial.state for trial in stored(tmp_path).trials] == ["RUNNING"]
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    first = stored(tmp_path).trials[0]
-    steps = [row.step for row in first.evaluations]
-    assert steps == [2, 4, 6, 8, 10][: len(steps)]
-    assert first.attributes["resumed_at"] == 0.4, "it paused at 0.2, and was the best there"
-    assert first.telemetry["resumed_from_step"] == 4

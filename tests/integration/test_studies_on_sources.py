@@ -72,16 +72,6 @@ def test_killed_study_on_sources_resumes(killed: Path) -> None:
         assert trial.telemetry["metrics"].keys() == METRICS
 
 
-def test_best_model_of_sources_predicts(killed: Path) -> None:
-    found = ok(
-        hpo_command(killed, "best", "tiny.yaml", "--json", "--evaluate", "test", "--export", "model")
-    ).json
-    assert found["evaluation"]["metrics"].keys() == METRICS
-    (killed / "texts.jsonl").write_text('{"id": "1", "text": "news word1 about art is good"}\n')
-    (row,) = ok(hpo_command(killed, "predict", "model", "texts.jsonl", "--json")).json["predictions"]
-    assert row["labels"].keys() >= METRICS
-
-
 def test_scores_of_each_source(killed: Path) -> None:
     (best,) = ok(hpo_command(killed, "best", "tiny.yaml", "--json")).json["trials"]
     assert best["source_metrics"].keys() == {"news", "mail"}

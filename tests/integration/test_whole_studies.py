@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from support.tiny import write_study
 
 from hpo.report.tables import StudyTables
 from hpo.study.running import stopping
-from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary
+from hpo.study.running.stopping import WORKERS_ON_DEVICE
 from hpo.trial import base_run
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
@@ -56,25 +55,6 @@ def test_two_workers_run_exactly_n_trials(tmp_path: Path) -> None:
     ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "6"))
     last = StudyTables(stored(tmp_path)).trials.iloc[-1]
     assert (last["shared"], last["counts_for_speed"]) == (False, True)
-
-
-@pytest.fixture
-def idle_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of `--workers` end at once, as where the time is over."""
-    command = [sys.executable, "-c", ""]
-    monkeypatch.setattr("hpo.study.running.supervisor.worker_command", lambda *_: command)
-
-
-def test_new_study_ignores_checkpoints_of_a_deleted_one(tmp_path: Path) -> None:
-    write_study(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 9})
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    for path in (tmp_path / "runs").glob("hpo.db*"):
-        path.unlink()
-    write_study(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 3})
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    assert "resumed_from_step" not in stored(tmp_path).trials[0].telemetry
-    found = ok(hpo_command(tmp_path, "best", "tiny.yaml", "--evaluate", "validation", "--json")).json
-    assert found["evaluation"]["metrics"] == found["trials"][0]["metrics"]
 
 
 def test_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -127,25 +107,3 @@ def test_exit_code_of_mostly_failed_trials(
 
 
 # What this device cannot run
-
-
-def test_remaining_trials_for_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def others_are_left(*_: Any, **__: Any) -> RunSummary:
-        return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
-
-    write_study(tmp_path)
-    monkeypatch.setattr("hpo.api.study.run_study", others_are_left)
-    for command in ("run", "worker"):
-        text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
-        assert "The remaining trials need a device with fp16 or tf32: 0 of 2 trials ended." in text
-        assert f"To continue there: hpo {command} tiny.yaml\n" in text
-
-
-@pytest.mark.usefixtures("idle_workers")
-def test_command_to_continue_has_the_same_options(tmp_path: Path) -> None:
-    write_study(tmp_path).rename(tmp_path / "my study.yaml")
-    given = ("--storage", f"sqlite:///{tmp_path}/other.db", "--n-trials", "9", "--workers", "2")
-    options = (*given, "--timeout", "1e-06")
-    text = ok(hpo_command(tmp_path, "run", "my study.yaml", *options, width=300)).out
-    said = "The time limit has passed: 0 of 9 trials ended, none of them complete."
-    assert f"{said} To continue: hpo run 'my study.yaml' {' '.join(options)}\n" in text

@@ -6,24 +6,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import optuna
 import pytest
 import sqlalchemy as sa
 from support.scripted_study import ScriptedStudy
-from support.tiny import CPU
 from support.worker_process import make_and_run, result, study
 
-from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
-from hpo.errors import InputError
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.running.open_study import check_precisions
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
@@ -189,51 +184,6 @@ def test_a_trial_continues_only_on_a_device_with_its_precision(
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
 
 
-def point_of(trial: optuna.trial.Trial) -> dict[str, Any]:
-    return trial.storage.get_trial(trial._trial_id).system_attrs["fixed_params"]
-
-
-def test_a_point_of_a_killed_worker_is_run_once(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker dies after its claim, before it suggests a parameter."""
-
-    def die_at_once(trial: optuna.trial.Trial) -> None:
-        assert point_of(trial) == {"fp_precision": "bf16"}
-        monkeypatch.setattr(WorkerLease, "__exit__", lambda worker, *_: die(worker, worker._storage))
-        raise KeyboardInterrupt
-
-    config = study(3, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
-    first, other, again = Worker(config, AMX), Worker(config, VOLTA), Worker(config, AMX)
-    assert other.run(sqlite_url).elsewhere == ("bf16",)
-    first.before = die_at_once
-    with pytest.raises(KeyboardInterrupt):
-        first.run(sqlite_url)
-    monkeypatch.undo()
-    assert other.run(sqlite_url).elsewhere == ("bf16",)
-    assert again.run(sqlite_url).ended == "finished"
-    assert (sorted(other.drawn), again.drawn) == (["fp16", "fp32"], ["bf16"])
-
-
-def test_enqueued_grid_points_are_run_first(sqlite_url: str) -> None:
-    """Also repeated ones. An open precision becomes one of the device."""
-    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
-    queued: list[dict[str, Any]] = [
-        {"fp_precision": "fp16", "weight_decay": 0.2},
-        {"fp_precision": "fp16", "weight_decay": 0.2},
-        *[{"weight_decay": 0.1}] * 3,
-    ]
-    with open_storage(sqlite_url) as storage:
-        opened = create_or_resume_study(storage, config)
-        for params in queued:
-            opened.enqueue_trial(params)
-    worker = Worker(config, VOLTA)
-    assert worker.run(sqlite_url).elsewhere == ("bf16",)
-    assert set(worker.drawn) == RUNS["V100"]
-    with open_storage(sqlite_url) as storage:
-        ran = [trial.params for trial in read_study(storage, "tiny").trials]
-    assert all(params.items() <= trial.items() for params, trial in zip(queued, ran, strict=False))
-    assert len({str(sorted(params.items())) for params in ran}) == len(ran) - 2
-
-
 @pytest.mark.parametrize("name", ["tpe", "grid"])
 def test_a_device_without_any_precision_leaves_the_study(sqlite_url: str, name: str) -> None:
     space = {"fp_precision": {"type": "categorical", "choices": ["bf16", "tf32"]}, **STEPS}
@@ -264,18 +214,6 @@ def test_a_sampler_learns_among_the_precisions_of_its_device(name: str) -> None:
     assert drawn["fp16"] >= 10
 
 
-@pytest.mark.parametrize("runs_fp16", [True, False])
-def test_an_unsupported_precision_is_not_avoided_on_another_device(runs_fp16: bool) -> None:
-    """Enqueued trials ended as `unsupported` elsewhere."""
-    config = study(30, sampler={"name": "tpe", "seed": 3}, search_space=SPACES["ranges"])
-    device = WorkerDevice(left_out={} if runs_fp16 else {"fp16": "It lacks it."})
-    here = ScriptedStudy(config, lambda _: "unsupported", device=device)
-    for _ in range(4):
-        here.run(fp_precision="fp16")
-    here.script = lambda params: params["dropout"]
-    assert ("fp16" in {params["fp_precision"] for params in here.run(12)}) == runs_fp16
-
-
 @pytest.mark.parametrize("name", ["tpe", "gp"])
 @pytest.mark.parametrize("checked_on", ["AMX, torch 2", "V100, torch 2"])
 def test_an_incompatible_precision_is_not_avoided_on_another_kind(name: str, checked_on: str) -> None:
@@ -297,57 +235,3 @@ def test_an_incompatible_precision_is_not_avoided_on_another_kind(name: str, che
 
 
 # Base precisions, which need packages
-
-WITHOUT = replace(CPU, has_bitsandbytes=False)
-BASE_SPACE: dict[str, Any] = {
-    "adapter": {"type": "categorical", "choices": ["none", "lora"]},
-    "base_precision": {"type": "categorical", "choices": ["int8", "nf4"], "when": {"adapter": "lora"}},
-}
-
-
-@pytest.mark.parametrize("name", ["tpe", "gp", "qmc"])
-def test_a_missing_base_precision_is_not_drawn(name: str) -> None:
-    config = study(30, sampler={"name": name, "seed": 1}, search_space=BASE_SPACE | RATES)
-    left_out = check_precisions(resolve_study(config, WITHOUT))
-    here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
-    drawn = [params.get("base_precision") for params in here.run(24)]
-    assert set(drawn) == {None, "int8"}
-    assert {trial.params.get("base_precision") for trial in here.trials} == {None, "int8"}
-    every = optuna.distributions.CategoricalDistribution(("int8", "nf4"))
-    assert {one.distributions.get("base_precision", every) for one in here.trials} == {every}
-
-
-@pytest.mark.parametrize("name", ["tpe", "qmc"])
-def test_without_any_base_precision_trials_have_no_adapter(name: str) -> None:
-    nf4 = {"type": "categorical", "choices": ["nf4"], "when": {"adapter": ["lora"]}}
-    space = BASE_SPACE | RATES | {"base_precision": nf4}
-    config = study(30, sampler={"name": name, "seed": 1}, search_space=space)
-    left_out = check_precisions(resolve_study(config, WITHOUT))
-    here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
-    there = ScriptedStudy(config, device=WorkerDevice(left_out={}), storage=here.study._storage)
-    drawn = [one.run()[0]["adapter"] for _ in range(12) for one in (here, there)]
-    assert set(drawn[::2]) == {"none"}
-    assert set(drawn[1::2]) == {"none", "lora"}
-    always = study(4, search_space=space | {"adapter": {"type": "categorical", "choices": ["lora"]}})
-    with pytest.raises(InputError, match="nf4` needs the package"):
-        check_precisions(resolve_study(always, WITHOUT))
-
-
-@pytest.mark.parametrize("lacks", ["base_precision", "fp_precision"])
-def test_the_unsupported_choice_is_blamed(lacks: str) -> None:
-    """With `on_unsupported: prune` all are drawn, and the other choice is not avoided."""
-    precision = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
-    bases = {name: one | {"when": {}} for name, one in BASE_SPACE.items()}
-    bases["adapter"] = {"type": "categorical", "choices": ["lora", "dora"]}
-    config = study(30, sampler={"name": "tpe", "seed": 1}, search_space=precision | bases | RATES)
-    here = ScriptedStudy(config, lambda _: "unsupported")
-    facts = {"base_precision": {"requested": "nf4", "effective": None}} if lacks == "base_precision" else {}
-    here.study.enqueue_trial({"fp_precision": "bf16", "base_precision": "nf4", "learning_rate": 1e-4})
-    trial, _ = here.ask()
-    here.end(trial, "unsupported", telemetry=facts)
-    here.script = lambda params: params["learning_rate"]
-    avoided = {"base_precision": "nf4", "fp_precision": "bf16"}
-    drawn = here.run(12)
-    assert avoided[lacks] not in {params[lacks] for params in drawn}
-    (other,) = avoided.keys() - {lacks}
-    assert avoided[other] in {params[other] for params in drawn}

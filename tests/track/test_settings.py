@@ -126,12 +126,6 @@ def test_long_values_are_cut() -> None:
         assert str(run.params["data.tasks.topic.labels"]).endswith(" ...")
 
 
-@pytest.mark.parametrize("broken", [None, [], "text", 7])
-def test_damaged_definition_breaks_no_run(broken: object) -> None:
-    for run in both_runs(record_with(training=broken, search_space=broken, tags=broken, data=broken)):
-        assert run.facts["study"] == "fake"
-
-
 def test_former_statements_become_empty() -> None:
     record = fake_record()
     observed = record.trials[0].telemetry["precision"]

@@ -16,7 +16,8 @@ from hpo.study.store.storage import Storage
 from hpo.study.store.studies import BUDGET_SPENT
 
 CANCELLED = "the study was cancelled"
-NOT_PROMOTED = "it did not continue: other trials were better after as much training, or the study ended."
+FALLEN_BEHIND = "it did not continue: enough other trials were better after as much training."
+NOT_PROMOTED = "it was paused when the study ended, and not among the best at its rung."
 
 
 def is_unchanged(study: str, trial: FrozenTrial, owner: str | None) -> sa.ColumnElement[bool]:

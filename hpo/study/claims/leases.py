@@ -41,7 +41,7 @@ from hpo.config.sections import NOT_SHARED
 from hpo.errors import LeaseLostError, OutageError, StoppedError, StorageError
 from hpo.outcome import Outcome, TrialResult
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
+from hpo.study.claims.ending import FALLEN_BEHIND, NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.snapshot import Snapshot, Watch, known_params, num_trials_of_points
 from hpo.study.claims.workers import Membership
@@ -126,7 +126,7 @@ class WorkerLease(Membership):
             points = self.read_points() if self.read_points else None
             seen = self._watch.read(self.id, self.runnable, points)
             self._warn_of_hosts(seen.hosts)
-            self._end(seen.fallen_behind, seen, NOT_PROMOTED)
+            self._end(seen.fallen_behind, seen, FALLEN_BEHIND)
             trial = next(self._candidates(seen), None)
             if trial is not None:
                 row = seen.rows.get(trial.number)

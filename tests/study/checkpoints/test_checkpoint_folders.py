@@ -33,11 +33,3 @@ def test_folder_names_a_missing_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(FolderCheckpoints, "wait_seconds", 0.0)
     with pytest.raises(CheckpointError, match=r"step-00000120 was written by .* Do the workers share"):
         FolderCheckpoints(lease(120)).fetch(tmp_path / "trial" / "step-00000120", "key")
-
-
-def test_folder_notes_the_newest_step(tmp_path: Path) -> None:
-    of_trial = lease(0)
-    folder = FolderCheckpoints(of_trial)
-    assert folder.names("step", "key") == [], "nobody has written one"
-    folder.sync([tmp_path / name for name in ("best-00000200", "step-00000090", "step-00000100")], "key")
-    assert of_trial.saved_step == 100

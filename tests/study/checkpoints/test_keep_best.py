@@ -40,20 +40,6 @@ def test_best_trials_keep_their_checkpoints(tmp_path: Path, directions: list[str
     assert kept == {*best_first[:top_k], unfinished}
 
 
-@pytest.mark.parametrize(("top_k", "kept"), [(0, set()), (1, {1, 4}), (3, {1, 3, 4})])
-def test_last_nonfinite_trials_keep_their_checkpoints(tmp_path: Path, top_k: int, kept: set[int]) -> None:
-    """`hpo diagnose` continues from them."""
-    opened = optuna.create_study(direction="maximize")
-    for outcome in ("nonfinite", "complete", "incompatible", "nonfinite", "nonfinite"):
-        trial = opened.ask()
-        trial.set_user_attr("outcome", outcome)
-        state = TrialState.COMPLETE if outcome == "complete" else TrialState.PRUNED
-        opened.tell(trial, 0.5 if outcome == "complete" else None, state)
-        (tmp_path / f"trial-{trial.number:05d}" / "step-00000003").mkdir(parents=True)
-    keep_best_checkpoints(opened, tmp_path, top_k)
-    assert remaining(tmp_path) == kept
-
-
 def test_concurrently_ended_trial_keeps_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,16 +47,6 @@ def trained(store: RemoteStore, folder: Path, key: str = "key", *, best: int = 2
         assert checkpoints.problems == []
 
 
-def test_checkpoints_of_another_key_are_removed_at_the_end(store: RemoteStore, tmp_path: Path) -> None:
-    trained(store, folder_of(tmp_path / "a"), "a CUDA device's", best=9, steps=9)
-    folder = folder_of(tmp_path / "b")
-    with CheckpointStore(folder, "key", mirror(store, folder)) as checkpoints:
-        assert checkpoints.latest() is None
-    assert checkpoints.problems == []
-    trained(store, folder)
-    assert [name[:13] for name in store.list(folder)] == ["best-00000002", "step-00000003"]
-
-
 def test_incomplete_upload_is_ignored(store: RemoteStore, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "a")
     with CheckpointStore(folder, "key") as local:
@@ -139,24 +129,3 @@ def test_unavailable_store_is_a_problem_of_the_trial(
     (problem,) = checkpoints.problems
     assert "it has no file .hpo-artifacts, so it is away" in problem
     assert [name[:13] for name in store.list(folder)] == ["step-00000002", "step-00000003"]
-
-
-@pytest.mark.usefixtures("s3")
-def test_unusable_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"checkpoint\.location: .*file/store cannot be used: .*directory"):
-        open_remote_store(CheckpointConfig(location=f"{tmp_path}/file/store"), create=True)
-    with pytest.raises(InputError, match=r"s3://absent/prefix cannot be used: The specified bucket does not"):
-        opened("s3://absent/prefix", create=True)
-
-
-def test_location_is_relative_to_the_study_file(tmp_path: Path) -> None:
-    for location, base in (("shared", tmp_path / "shared"), ("s3://bucket/a/b", Path("runs"))):
-        config = CheckpointConfig.model_validate({"location": location}, context={"folder": tmp_path})
-        assert config.folder_of("tiny", "0123456789", Path("runs")).parents[1] == base
-
-
-@pytest.mark.parametrize("location", ["s3://key:secret@bucket/x", "s3://", "az://bucket", " "])
-def test_other_locations_are_refused(location: str) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        CheckpointConfig(location=location)

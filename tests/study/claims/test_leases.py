@@ -25,10 +25,8 @@ from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.reading.reader import read_study
 from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.lifecycle import set_state
-from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, open_storage
@@ -47,20 +45,6 @@ def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> W
 @pytest.fixture(autouse=True)
 def check_for_dead_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "DEATH_CHECK_SECONDS", 0.0)
-
-
-def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as worker:
-        zero, _ = begin(worker)
-        worker.record_outcome(zero, result("complete"))
-        one, trial = begin(worker)
-        params = suggest(study().search_space, trial)
-        worker.record_outcome(one, result("preempted"))
-    create_or_resume_study(storage, study(5))
-    with worker_on(storage, opened) as worker:
-        lease, trial = begin(worker)
-        assert lease.number == trial.number == 1
-        assert suggest(study().search_space, trial) == params
 
 
 @pytest.mark.parametrize(
@@ -137,33 +121,6 @@ def owners(storage: Storage) -> list[str | None]:
     with storage.engine.connect() as connection:
         query = sa.select(claims.c.owner).order_by(claims.c.trial_number)
         return list(connection.execute(query).scalars())
-
-
-def test_trial_ended_by_the_dashboard_does_not_run_again(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as worker:
-        lease, _ = begin(worker)
-        optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, 0.9)
-        with pytest.raises(LeaseLostError, match="ended by somebody else"):
-            worker.record_outcome(lease, result("nonfinite"))
-        assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}
-        again, _ = begin(worker)
-        assert again.number == 1
-        worker.record_outcome(again, result("complete"))
-        assert worker.claim() is None
-        assert not worker.left
-
-
-def test_parameters_lost_by_the_server_are_written_again(storage: Storage, opened: optuna.Study) -> None:
-    """A failover leads to an older state."""
-    with worker_on(storage, opened) as worker:
-        lease, trial = begin(worker)
-        params = suggest(study(2).search_space, trial)
-        lease.store_params()
-        with storage.engine.begin() as connection:
-            lost = stored_params.c.param_name == "learning_rate"
-            connection.execute(sa.delete(stored_params).where(lost))
-        worker.record_outcome(lease, result("complete"))
-    assert read_study(storage, "tiny").trials[0].params == params
 
 
 def test_parameters_of_another_process_lose_the_lease(storage: Storage, opened: optuna.Study) -> None:
@@ -257,18 +214,6 @@ def test_claim_with_a_lost_answer_is_made_once(
         assert (lease.number, lease.row.deaths) == (0, 0)
         assert owners(storage) == [worker.id]
         assert len(opened.trials) == 1
-
-
-def test_enqueued_trials_begin_first(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    opened.enqueue_trial({"learning_rate": 1e-4}, user_attrs={"memo": "asked for"})
-    with worker_on(storage, opened) as worker:
-        lease, trial = begin(worker)
-        assert suggest(study().search_space, trial)["learning_rate"] == 1e-4
-        worker.record_outcome(lease, result("complete"))
-        assert opened.trials[0].user_attrs["memo"] == "asked for"
-        assert worker.claim().number == 1
-    assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 1}
 
 
 def test_rungs_outlive_the_worker(storage: Storage) -> None:

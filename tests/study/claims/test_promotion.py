@@ -32,7 +32,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import StudyRecord, best_trials
+from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.points import grid_points
@@ -110,32 +110,6 @@ def check(storage: Storage, *, ended: set[int], side_by_side: bool = False) -> S
     complete = {trial.params["batch_size"] for trial in record.trials if trial.outcome == "complete"}
     assert complete >= ended if side_by_side else complete == ended
     return record
-
-
-def test_best_two_of_eight_complete(storage: Storage, tmp_path: Path) -> None:
-    assert work(storage.url, tmp_path / "log").ended == "finished"
-    (best,) = best_trials(check(storage, ended={7, 8}))
-    assert (best.params, best.values) == ({"batch_size": 8}, (value({"batch_size": 8}, NUM_EVALUATIONS),))
-    done = Counter((line["batch_size"], line["index"]) for line in notes(tmp_path / "log"))
-    assert set(done.values()) == {1}, "nothing is trained twice"
-    plain = optuna.load_study(study_name=CONFIG.name, storage=storage.optuna)
-    assert plain.best_trial.params == {"batch_size": 8}
-
-
-def test_promotion_comes_before_a_new_trial(storage: Storage) -> None:
-    with worker_on(storage, AT_ONCE) as worker:
-        trials = []
-        for _ in range(4):
-            lease, trial = begin(worker)
-            worker.record_outcome(lease, train(storage, Path(os.devnull), trial, lease, None))
-            trials.append(trial)
-    better = max(trials[:2], key=lambda trial: trial.params["batch_size"]).number
-    assert [trial.number for trial in trials] == [0, 1, better, 2]
-
-
-def test_next_trial_is_promoted_after_a_failure(storage: Storage, tmp_path: Path) -> None:
-    work(storage.url, tmp_path / "log", broken=8)
-    check(storage, ended={6, 7})
 
 
 def test_concurrent_workers_promote_the_same_trials(storage_url: str, tmp_path: Path) -> None:

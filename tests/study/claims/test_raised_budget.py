@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 import sqlalchemy as sa
 from support.worker_process import begin, evaluate, result, study, worker_on
@@ -76,18 +75,3 @@ def test_trials_continue_after_a_budget_is_raised(url: str, hours: float | None,
         (_, complete) = read_study(storage, "tiny").trials
         assert complete.values == (0.9,)
         assert len(complete.evaluations) == 2
-
-
-def test_trials_stay_ended_without_a_larger_budget(url: str) -> None:
-    with open_storage(url) as storage:
-        create_or_resume_study(storage, config_of(1.0))
-        assert [trial.state for trial in read_study(storage, "tiny").trials] == ["PRUNED", "PRUNED"]
-
-
-def test_foreign_copy_of_a_trial_stays_ended(url: str) -> None:
-    outside = optuna.load_study(study_name="tiny", storage=url)
-    outside.add_trial(outside.trials[0])
-    with open_storage(url) as storage:
-        create_or_resume_study(storage, config_of(9.0))
-        assert [trial.state for trial in read_study(storage, "tiny").trials] == ["RUNNING", "RUNNING"]
-    assert outside.trials[2].state.name == "PRUNED"

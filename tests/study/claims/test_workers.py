@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from support.worker_process import begin, study, worker_on
+from support.worker_process import study, worker_on
 
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
@@ -37,24 +37,3 @@ def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyP
     with storage.engine.begin() as connection:
         connection.execute(sa.update(workers).values(machine="elsewhere"))
     assert not storage.has_other_workers_on("GPU-1")
-
-
-def test_lost_row_is_added_again(storage: Storage) -> None:
-    """A failover leads to an older state."""
-    with worker_on(storage, study(2)) as worker, worker_on(storage, study(2)):
-        with storage.engine.begin() as connection:
-            connection.execute(sa.delete(workers).where(workers.c.id == worker.id))
-        worker._beat_once()
-        assert (worker.id, 2) in rows(storage)
-        worker._beat_once()
-        assert len(rows(storage)) == 2
-
-
-def test_trial_of_a_worker_without_row_is_taken_over(storage: Storage) -> None:
-    with worker_on(storage, study(1)) as worker:
-        _, trial = begin(worker)
-        with storage.engine.begin() as connection:
-            connection.execute(sa.delete(workers))
-        with worker_on(storage, study(1)) as other:
-            lease, _ = begin(other)
-            assert (lease.number, lease.row.deaths) == (trial.number, 0)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import optuna
@@ -28,17 +27,6 @@ def finished(storage: Storage, name: str = "tiny") -> str:
 
 def detailed(storage: Storage, name: str = "tiny") -> list[Any]:
     return [trial.detailed for trial in read_study(storage, name).trials]
-
-
-def test_a_document_is_read_back_with_its_trial(storage: Storage) -> None:
-    token, other = finished(storage), finished(storage, "other")
-    half = {"value": 0.5, "low": 0.25, "high": math.nan}
-    for one in (document({}, num_examples=1), DOCUMENT, document({}, "validation", score=half)):
-        store_detailed_evaluation(storage, "tiny", token, 1, one)  # the last of each split stays
-    store_detailed_evaluation(storage, "other", other, 0, document({}))
-    half = half | {"high": None}
-    assert detailed(storage) == [{}, {"test": DOCUMENT, "validation": document({}, "validation", score=half)}]
-    assert detailed(storage, "other") == [{"test": document({})}, {}]
 
 
 def test_a_study_made_anew_gets_no_old_document(storage: Storage) -> None:

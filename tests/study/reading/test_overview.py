@@ -8,10 +8,9 @@ import sqlalchemy as sa
 from support.worker_process import change_worker, run_trials, study
 
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.reading.overview import StudyOverview, list_studies, say_damaged
+from hpo.study.reading.overview import StudyOverview, list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.store.lifecycle import set_state
-from hpo.study.store.schema import studies
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -42,24 +41,6 @@ def test_an_overview_counts_trials_and_live_workers(storage: Storage) -> None:
     set_state(storage, "begun", "paused")
     optuna.delete_study(study_name="up", storage=storage.optuna)
     assert {name: one.state for name, one in listed(storage).items()} == {"down": "done", "begun": "paused"}
-
-
-def test_a_damaged_row_is_left_out_with_a_warning(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
-    say_damaged.cache_clear()
-    for name in ("first", "second", "third"):
-        create_or_resume_study(storage, study(1, name=name))
-    with WorkerLease(storage, storage.load_study("third"), max_retries=0) as worker:
-        change_worker(storage, worker, last_seen=1e12, machine="elsewhere")
-        with storage.engine.begin() as connection:
-            of = sa.update(studies)
-            connection.execute(of.where(studies.c.name == "second").values(definition="{"))
-            connection.execute(of.where(studies.c.name == "first").values(created=1e12))
-        overviews = list_studies(storage)
-        assert [one.name for one in overviews] == ["third", "first"]
-        assert all(one.created <= one.now for one in overviews)
-        assert overviews[0].workers == 0, "no heartbeat comes from the future"
-        assert [worker.alive for worker in read_study(storage, "third").workers] == [False]
-    assert "The study `second` is left out: its row is damaged" in caplog.text
 
 
 @pytest.mark.parametrize("read", [list_studies, lambda storage: read_study(storage, "s0")])

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from optuna.trial import TrialState
 from support.worker_process import begin, result, study, worker_on
 
 from hpo.study.reading.reader import read_study
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
 
 
 @pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
@@ -33,12 +31,3 @@ def test_a_meanwhile_ended_trial_is_read_before_or_after(storage: Storage, table
             ("COMPLETE", "complete", (0.5,), 1),
         ]
         assert read_study(reader, "tiny").trials[0].values == (0.5,)
-
-
-def test_trials_of_the_dashboard_have_the_outcome_of_their_state(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    with worker_on(storage, study(2)) as worker:
-        _, trial = begin(worker)
-        opened.tell(trial.number, state=TrialState.FAIL)
-    opened.enqueue_trial({})
-    assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["failed", "waiting"]

@@ -21,10 +21,3 @@ def test_unverified_trials_are_listed_with_three_reasons() -> None:
         "Reason 0. Reason 1. Reason 2."
     )
     assert unverified_precisions(record_of([fake_trial(0, "fp32")])) == []
-
-
-def test_a_fallback_is_no_reason_for_an_unverified_precision() -> None:
-    fallback, reason = "bf16 is emulated here. Ran fp32 instead.", "No product with a weight was seen."
-    trial = unverified(0, reason=f"{fallback} {reason}", observed_reason=reason)
-    ((text, _),) = unverified_precisions(record_of([trial]))
-    assert text == f"The precision of 1 trial (number 0) is unverified: {reason}"

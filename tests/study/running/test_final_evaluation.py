@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from support.detailed_documents import document, task_document
 from support.tiny import CPU
 from support.worker_process import result, run_trials, study
 
-from hpo.errors import CheckpointError, DeviceLostError, RunError
+from hpo.errors import DeviceLostError, RunError
 from hpo.study.reading.reader import read_study
 from hpo.study.running import final_evaluation
 from hpo.study.running.final_evaluation import evaluate_best
@@ -93,19 +92,6 @@ def test_best_trial_is_evaluated_once(evaluating: Evaluating) -> None:
     assert evaluating.stored == {1: {"test": evaluated("trial-1", "test")}}
 
 
-def test_validation_of_the_first_objective_without_a_test_split(evaluating: Evaluating) -> None:
-    evaluating.splits = ("train", "validation")
-    finish(evaluating.storage, (0.1, 1.0), (0.9, 9.0), (0.5, 2.0))
-    evaluating.run()
-    assert evaluating.stored == {1: {"validation": evaluated("trial-1", "validation")}}
-
-
-def test_unfinished_study_is_not_evaluated(evaluating: Evaluating) -> None:
-    finish(evaluating.storage, (0.1,), left=1)
-    evaluating.run()
-    assert evaluating.evaluated == []
-
-
 def test_one_worker_of_a_folder_evaluates(evaluating: Evaluating) -> None:
     finish(evaluating.storage, (0.1,))
     with final_evaluation._held(evaluating.folder / "evaluation.lock"):
@@ -135,24 +121,6 @@ def test_error_is_only_logged(
     assert (level, f"The best trial is not evaluated in detail: {text}") in messages
 
 
-@pytest.mark.parametrize("is_away", [False, True])
-def test_checkpoint_is_downloaded(
-    evaluating: Evaluating, caplog: pytest.LogCaptureFixture, is_away: bool
-) -> None:
-    def fetch(kind: str, folder: Path) -> None:
-        fetched.append((kind, folder.name))
-        if is_away:
-            raise CheckpointError("the store is away.")
-
-    finish(evaluating.storage, (0.1,), (0.2,))
-    fetched: list[tuple[Any, ...]] = []
-    evaluating.remote = SimpleNamespace(fetch_newest=fetch)
-    evaluating.run()
-    assert fetched == [("best", "trial-1")]
-    assert evaluating.evaluated == ([] if is_away else [("trial-1", "test")])
-    assert ("not evaluated in detail: the store is away." in caplog.text) == is_away
-
-
 def test_stop_ends_the_evaluation_at_the_next_batch(
     evaluating: Evaluating, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,12 +129,3 @@ def test_stop_ends_the_evaluation_at_the_next_batch(
     evaluating.run()
     assert (evaluating.evaluated, evaluating.stored) == ([("trial-0", "test")], {})
     assert "not evaluated in detail: told to stop." in caplog.text
-
-
-def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(*_: Any) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with final_evaluation._held(tmp_path / "lock") as is_held:
-        assert is_held

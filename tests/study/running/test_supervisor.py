@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_nvml import FakeNvml
 from support.postgres import PostgresServer
 from support.tiny import CPU, GPU
 from support.worker_process import study, wait_for
 
-from hpo.config.limits import ENERGY
 from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo
 from hpo.errors import InputError, RunError
@@ -30,7 +28,6 @@ from hpo.study.running.supervisor import (
     run_workers,
     share_devices,
     share_memory,
-    worker_command,
 )
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -62,12 +59,6 @@ def log_of(folder: Path, number: int = 0) -> str:
     return log.read_text()
 
 
-def test_worker_command_does_not_show_the_url() -> None:
-    command = worker_command("multitask", 60.0, 0.0)
-    given = ["--timeout", "60.0", "--until", "1970-01-01T00:00:00+00:00"]
-    assert command[1:] == ["-m", "hpo", "worker", "multitask", *given]
-
-
 def test_too_many_restarts_end_the_other_workers(
     run: RunProgram, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,17 +76,6 @@ def test_too_many_restarts_end_the_other_workers(
     assert [log.count("--- a worker starts") for log in logs] == [1, 3]
     assert "told to leave" in logs[0]
     assert caplog.text.count("it is started again") == 2
-
-
-def test_restarts_before_the_last_hour_do_not_count(
-    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
-    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
-    starts = tmp_path / "starts"
-    program = f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)"
-    assert run(program, shares=TWO[:1]).ended == "elsewhere"
-    assert starts.read_text() == "xxxx"
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
@@ -133,14 +113,6 @@ def test_end_of_workers_with_open_trials(
     assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, code, {})
     assert stop.asks_for_requeue == (job_seconds is not None)
     assert log_of(tmp_path).count("--- a worker starts") == 1
-
-
-@pytest.mark.parametrize("given", [None, "@file"])
-def test_worker_gets_the_storage_of_the_user(
-    run: RunProgram, storage: Storage, tmp_path: Path, given: str | None
-) -> None:
-    run("import os; print(os.environ['HPO_STORAGE'])", storage_as_given=given)
-    assert log_of(tmp_path).splitlines()[-1] == (given or storage.url)
 
 
 @pytest.mark.parametrize("trust", [True, False])
@@ -202,19 +174,6 @@ def test_dead_worker_is_restarted_after_an_outage(
     assert [log_of(tmp_path, number).splitlines()[-1] for number in range(2)] == ["told to leave"] * 2
 
 
-def test_workers_may_checkpoint_after_an_error_of_the_supervisor(
-    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        wait_for(lambda: all(log_of(tmp_path, number).count("runs") for number in range(2)))
-        raise OSError("no more processes")
-
-    monkeypatch.setattr(supervisor._Supervisor, "_supervise", fail)
-    with pytest.raises(OSError, match="no more processes"):
-        run("import sys; print('runs', flush=True); sys.stdin.read(); print('told to leave')")
-    assert [log_of(tmp_path, number).splitlines()[-1] for number in range(2)] == ["told to leave"] * 2
-
-
 @pytest.mark.parametrize(
     ("device", "num_workers", "given", "expected"),
     [(GPU, 4, None, (80 - 4) / 4 / 80), (GPU, 1, None, None), (GPU, 4, 0.2, 0.2), (CPU, 4, None, None)],
@@ -259,13 +218,3 @@ def test_workers_take_turns_on_the_devices(
     monkeypatch.setattr(supervisor, "cuda_devices", lambda _: devices)
     shares = share_devices(study(2), *given)
     assert [(share.workers_on_device, share.cuda_device) for share in shares] == expected
-
-
-def test_energy_needs_a_gpu_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml({"GPU-0": lambda: 1}))
-    monkeypatch.setattr(supervisor, "probe_device", lambda _: GPU)
-    monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ("0", "1"))
-    config = study(2, constraints={ENERGY: {"max": 1.0}})
-    assert len(share_devices(config, 2)) == 2
-    with pytest.raises(InputError, match=r"other workers share this GPU\. Run one worker on each GPU\."):
-        share_devices(config, 3)

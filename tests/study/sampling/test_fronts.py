@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from support.worker_process import study
 
-from hpo.config.search_space import suggest
-from hpo.study.sampling.fronts import order, pareto_front
 from hpo.study.sampling.promotion import Promotion, Standings
-from hpo.study.sampling.samplers import build_sampler
 
 DIRECTIONS = ("maximize", "minimize")
 RATE = optuna.distributions.FloatDistribution(0.0001, 0.9)
-SPACE = {"learning_rate": {"type": "float", "low": 0.0001, "high": 0.9}}
 VALUES = [(0.1, 1.0), (0.3, 2.0), (0.2, 3.0), (0.5, 4.0), (0.4, 5.0), (0.9, 7.0), (0.8, 9.0)]
 """The first front: 0, 1, 3 and 5; the second: 2, 4 and 6."""
 
@@ -39,15 +33,6 @@ STARTS = [trial_of(number, values) for number, values in enumerate(VALUES)]
 RESUMED = [trial_of(i, VALUES[i], resumed_at=0.1 if i in (5, 0) else 0.0) for i in range(7)]
 
 
-def test_a_front_comes_before_the_next() -> None:
-    losses_NK = np.random.default_rng(0).integers(0, 12, size=(200, 3)).astype(float)
-    left = losses_NK[order(losses_NK)]
-    while len(left):
-        front = pareto_front(left, ("minimize",) * 3)
-        assert front[: front.sum()].all()
-        left = left[front.sum() :]
-
-
 @pytest.mark.parametrize(
     ("trials", "more_begin", "expected"),
     [
@@ -66,22 +51,3 @@ def test_the_ends_of_the_front_are_promoted_first(
     promoted = standings.promoted(rungs, more_begin=more_begin)
     assert promoted[:2] == expected
     assert len(promoted) == max(len(expected), len(trials) // 3 if len(trials) > 8 else 0)
-
-
-@pytest.mark.parametrize("sampler", ["tpe", "gp"])
-def test_samplers_learn_from_paused_trials(sampler: str) -> None:
-    """The first fifteen are bad. TPE itself would take all of them for equally good, in their order."""
-    bad = [trial_of(i, (0.1, 9.0), 0.8 + i / 200) for i in range(15)]
-    good = [trial_of(i, (0.5 + i / 100, 1.0 + i / 100), 0.1 + i / 200) for i in range(15)]
-    config, known = (
-        study(30, sampler={"name": sampler}, search_space=SPACE),
-        optuna.create_study(directions=DIRECTIONS),
-    )
-    known.add_trials([*bad, *good])
-    known.sampler = build_sampler(config.sampler, config.search_space, explores=True)
-    rates = []
-    for _ in range(30):
-        trial = known.ask()
-        rates.append(suggest(config.search_space, trial)["learning_rate"])
-        known.tell(trial, state=TrialState.FAIL)
-    assert sum(rate < 0.45 for rate in rates) > 18, "half of them are drawn at random"

@@ -107,14 +107,6 @@ def test_a_paused_trial_clears_its_choices_of_early_failures(outcome: str) -> No
     assert blamed(*failed, trial("paused", 0.04)) == set()
 
 
-def test_a_paused_trial_clears_its_other_settings_of_late_failures() -> None:
-    """Otherwise they would be avoided before any trial is complete, if some trials diverge."""
-    in_fp32 = {"precision": {"effective": "fp32"}}
-    failed = [trial("nonfinite", telemetry=in_fp32, fp_precision="fp32", batch_size=32) for _ in range(5)]
-    assert ("batch_size", 32) in blamed(*failed)
-    assert blamed(*failed, trial("paused", 0.04, batch_size=32, fp_precision="bf16")) == set()
-
-
 @pytest.mark.parametrize("name", ["tpe", "nsga2"])
 @pytest.mark.parametrize("outcome", ["complete", "paused"])
 def test_a_precision_without_a_complete_trial_gets_a_tenth_of_the_starts(name: str, outcome: str) -> None:
@@ -135,19 +127,3 @@ def test_a_precision_without_a_complete_trial_gets_a_tenth_of_the_starts(name: s
     drawn = [start() for _ in range(47)]
     for precision in ("bf16", "fp16"):
         assert (drawn.count(precision) <= 4) == (outcome == "complete")
-
-
-def test_paused_trials_count_as_attempts_with_a_blamed_precision() -> None:
-    """Avoided choices get a twentieth of the trials. Most of these attempts pause and do not fail again."""
-    current = ScriptedStudy(study(100, sampler={"name": "tpe", "seed": 1}))
-    current.study.enqueue_trial({"fp_precision": "fp16"})
-    failing, _ = current.ask()
-    failing.set_user_attr("rungs", AT_RUNG)
-    current.end(failing, "nonfinite", telemetry=HEALS)
-    drawn = []
-    for _ in range(40):
-        started, params = current.ask()
-        started.set_user_attr("rungs", AT_RUNG)
-        started.set_user_attr("paused_at", 0.04)
-        drawn.append(params["fp_precision"])
-    assert drawn.count("fp16") <= 2

@@ -12,10 +12,7 @@ from support.scripted_study import Params, ScriptedStudy
 from support.worker_process import study
 
 from hpo.config.limits import violation
-from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
-from hpo.study.sampling.feasible_sampler import InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
-from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
 from hpo.study.sampling.samplers import build_sampler
 
 LIMITS = {"peak_memory_bytes": {"max": 8e9}, "evaluation_examples_per_second": {"min": 500}}
@@ -71,17 +68,6 @@ def test_learning_samplers_move_within_the_limits(name: str, n_trials: int, opti
     assert best.value < max(trial.value or 0.0 for trial in current.trials)
 
 
-def test_a_precision_outside_a_limit_is_not_avoided() -> None:
-    config = study(6, sampler={"name": "tpe"}, constraints=LIMITS)
-    current = ScriptedStudy(config, measured=measured)
-    for precision in ["fp32"] * MIN_INFEASIBLE_TRIALS + ["bf16"]:
-        current.run(fp_precision=precision, learning_rate=1e-5, batch_size=8)
-    assert [violation(trial.constraints) > 0 for trial in current.trials] == [True, True, True, False]
-    sampler = InfeasibleFilterSampler(RandomSampler(seed=0), 0)
-    sampler.before_trial(current.study, current.trials[0])
-    assert not sampler.avoids("fp_precision", "fp32")
-
-
 def test_the_gp_view_has_all_limits_of_every_trial() -> None:
     """An infeasible trial has the violations of others, an early ended one the worst value."""
     ends = {"fp16": "nonfinite", "bf16": "pruned", "fp32": 0.5}
@@ -101,10 +87,3 @@ def shown_to_gp(current: ScriptedStudy) -> list[FrozenTrial]:
     config = study(4, sampler={"name": "gp"})
     sampler: Any = build_sampler(config.sampler, config.search_space)
     return PrunedAwareSampler(RandomSampler(seed=0)).view(sampler.view(current.study)).get_trials()
-
-
-def test_checkpoints_within_the_limits_are_kept_first() -> None:
-    values = {0: (0.9, 0.5), 1: (0.2, -0.5), 2: (0.8, 0.2), 3: (0.4, -0.1)}
-    ended = [Ended(n, (value,), {"m": limit}, "complete", "") for n, (value, limit) in values.items()]
-    kept = [{*values} - without_checkpoints(ended, ("maximize",), top_k) for top_k in range(4)]
-    assert kept == [set(), {3}, {1, 3}, {1, 2, 3}]

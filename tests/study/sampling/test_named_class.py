@@ -101,17 +101,6 @@ def test_a_class_gets_its_options_and_a_seed_for_each_worker() -> None:
     assert pruner.prune(optuna.create_study(), trial)
 
 
-def test_a_class_draws_only_feasible_precisions_of_the_device() -> None:
-    config = study(4, sampler={"name": "optuna.samplers.RandomSampler", "seed": 1}, search_space=SPACE)
-
-    def script(params: dict[str, Any]) -> Any:
-        return "nonfinite" if params["fp_precision"] == "fp16" else 0.5
-
-    precisions = [one["fp_precision"] for one in ScriptedStudy(config, script, skipped={"bf16"}).run(60)]
-    assert "bf16" not in precisions
-    assert precisions[-40:].count("fp16") <= 4
-
-
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("sampler", "message"),
@@ -205,27 +194,6 @@ def test_a_sampler_of_optunahub(name: str) -> None:
 def test_an_unusable_package_of_optunahub_is_refused(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_own(study(4, sampler={"name": f"optunahub:samplers/{name}"}, search_space=SPACE))
-
-
-class Offline:
-    def load_module(self, package: str, ref: str) -> None:
-        raise OSError(f"no route to host for {package} at {ref}")
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (None, r"needs the package optunahub.*`make install EXTRAS=optunahub`"),
-        (Offline(), f"from OptunaHub .*{REGISTRY}.*: OSError: no route"),
-    ],
-)
-def test_the_remedy_without_package_or_network(
-    monkeypatch: pytest.MonkeyPatch, module: Any, message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "optunahub", module)
-    monkeypatch.delenv(REGISTRY, raising=False)
-    with pytest.raises(InputError, match=message):
-        check_own(study(4, sampler={"name": "optunahub:samplers/auto_sampler"}, search_space=SPACE))
 
 
 OWN = """

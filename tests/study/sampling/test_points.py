@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from support.planted_comparison import plan_of
-from support.worker_process import begin, result, run_trials, study, worker_on
+from support.worker_process import begin, result, study, worker_on
 
 from hpo.compare.comparison_study import comparison_study
 from hpo.config.search_space import suggest
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.snapshot import Runnable
 from hpo.study.sampling.points import Point, grid_points, point_key, unused_points
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
 
 GRID = study(
     4,
@@ -40,13 +37,6 @@ def config(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def run_one(worker: WorkerLease, config: Any, outcome: str = "complete") -> dict[str, Any]:
-    lease, trial = begin(worker)
-    params = suggest(config.search_space, trial)
-    worker.record_outcome(lease, result(outcome, traceback="Traceback" if outcome == "failed" else None))
-    return params
-
-
 def test_parallel_workers_get_different_points(storage: Storage, config: Any) -> None:
     points = points_of(config)
     with open_storage(storage.url) as other:
@@ -54,21 +44,6 @@ def test_parallel_workers_get_different_points(storage: Storage, config: Any) ->
         with workers[0], workers[1]:
             given = [suggest(config.search_space, begin(worker)[1]) for worker in workers * 2]
     assert given[:2] == given[2:] == list(points)[:2], "each claims its own trial again"
-
-
-@pytest.mark.parametrize(("outcome", "attempts"), [("complete", 1), ("failed", 2)])
-def test_each_point_has_one_trial_or_its_retries(
-    storage: Storage, config: Any, outcome: str, attempts: int
-) -> None:
-    points = points_of(config)
-    with worker_on(storage, config, read_points=lambda: points, max_retries=1) as worker:
-        params = [run_one(worker, config, outcome) for _ in range(4 * attempts)]
-        assert worker.claim() is None
-        assert not worker.left
-    assert Counter(map(point_key, params)) == dict.fromkeys(map(point_key, points), attempts)
-    if attempts == 1:
-        assert params == list(points)
-    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 4}
 
 
 def test_points_are_used_again_after_the_last() -> None:
@@ -106,10 +81,3 @@ def test_the_points_of_a_grid_are_its_shuffled_combinations() -> None:
         str([("batch_size", size), ("pooling", pooling)]) for size in (8, 16) for pooling in ("cls", "mean")
     }
     assert any(points != grid_points(GRID.search_space, seed) for seed in range(2, 9))
-
-
-def test_a_comparison_refuses_an_enqueued_trial(storage: Storage) -> None:
-    create_or_resume_study(storage, COMPARISON).enqueue_trial({"fp_precision": "fp32"})
-    assert run_trials(storage, COMPARISON).outcomes == {"complete": 4}
-    refused, *others = storage.load_study("tiny").trials
-    assert (refused.state.name, len(others)) == ("FAIL", 4)

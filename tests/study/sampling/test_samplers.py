@@ -9,11 +9,9 @@ from optuna.distributions import CategoricalDistribution
 from support.scripted_study import ScriptedStudy, best_at_1e_4
 from support.worker_process import SPACE, study
 
-from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
-from hpo.study.sampling.samplers import build_pruner
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
@@ -43,29 +41,6 @@ def test_seed_and_worker_number_decide_the_configurations(name: str) -> None:
     assert len({str(params) for params in tried}) == 12 or name in ("tpe", "nsga2")
     assert ScriptedStudy(config).run(3) == tried[:3]
     assert ScriptedStudy(config, worker_number=1).run(3) != tried[:3]
-
-
-def test_workers_of_qmc_share_one_sequence() -> None:
-    """After the first point, which is random."""
-    storage = optuna.storages.InMemoryStorage()
-    workers = [ScriptedStudy(config_of("qmc"), storage=storage, worker_number=i) for i in range(3)]
-    for index in range(12):
-        workers[index % 3].run()
-    assert workers[0].params[1:] == ScriptedStudy(config_of("qmc")).run(12)[1:]
-
-
-@pytest.mark.parametrize("name", ["tpe", "gp"])
-def test_half_of_the_configurations_are_random_in_a_study_with_rungs(name: str) -> None:
-    space = {"learning_rate": SPACE["learning_rate"], "dropout": {"type": "float", "low": 0.0, "high": 0.5}}
-    config, num_equal = config_of(name, space), {}
-    for explores in (True, False):
-        tried = [
-            ScriptedStudy(config, lambda params: sign * best_at_1e_4(params), explores=explores).run(40)[12:]  # noqa: B023
-            for sign in (1, -1)
-        ]
-        num_equal[explores] = sum(params == other for params, other in zip(*tried, strict=True))
-    assert 8 <= num_equal[True] <= 20
-    assert num_equal[False] <= 2
 
 
 @pytest.mark.parametrize(
@@ -153,35 +128,6 @@ def test_samplers_do_not_see_invalid_trials(name: str) -> None:
     assert len(seen) == 20 - tried["fp16"]
 
 
-def test_an_invalid_configuration_is_not_repeated_before_the_others() -> None:
-    current = ScriptedStudy(
-        config_of("tpe", BATCHES), lambda params: "invalid" if params["batch_size"] == 8 else 0.5
-    )
-    current.run(batch_size=8)
-    assert {params["batch_size"] for params in current.run(2)} == {4, 16}
-
-
-@pytest.mark.parametrize("name", LEARNING)
-def test_an_unlucky_choice_comes_back(name: str) -> None:
-    """A choice must not be lost for good after three failures by bad luck."""
-    num_seen = 0
-
-    def script(params: dict[str, Any]) -> Any:
-        nonlocal num_seen
-        num_seen += params["fp_precision"] == "fp16"
-        unlucky = params["fp_precision"] == "fp16" and num_seen <= MIN_INFEASIBLE_TRIALS
-        return "nonfinite" if unlucky else best_at_1e_4(params)
-
-    ScriptedStudy(config_of(name), script).run(90 if name != "gp" else 70)
-    assert num_seen > MIN_INFEASIBLE_TRIALS
-
-
-@pytest.mark.parametrize("name", LEARNING)
-def test_a_study_without_feasible_trials_continues(name: str) -> None:
-    tried = ScriptedStudy(config_of(name), lambda _: "nonfinite").run(15)
-    assert len({params["fp_precision"] for params in tried}) == 3
-
-
 @pytest.mark.parametrize(
     ("limit", "memory", "expected"),
     [(20, 80, True), (20, 20, False), (20, None, False), (None, 80, False)],
@@ -198,8 +144,3 @@ def test_a_failure_with_less_memory_is_not_avoided(
         small.run(batch_size=batch_size)
     _, last = ScriptedStudy(config, storage=storage, device=WorkerDevice(memory_bytes=memory)).ask()
     assert (last["batch_size"] == 16) == expected  # 4 and 8 were tried
-
-
-@pytest.mark.parametrize(("name", "kind"), PrunerConfig.CLASSES.items())
-def test_every_pruner_is_built_without_options(name: str, kind: str) -> None:
-    assert type(build_pruner(study(1, pruner={"name": name}).pruner)).__name__ == kind

@@ -53,9 +53,3 @@ def test_no_second_connection_inside_a_transaction(storage_url: str, tmp_path: P
     with one_connection(), open_storage(storage_url) as storage:
         create_or_resume_study(storage, study(2))
         ACTIONS[action](storage, tmp_path)
-
-
-def test_guard_notices_a_second_connection(sqlite_url: str) -> None:
-    second = pytest.raises(AssertionError, match="a second connection")
-    with one_connection(), open_storage(sqlite_url) as storage, storage.engine.begin(), second:
-        storage.engine.connect()

@@ -10,7 +10,6 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-from optuna.samplers import NSGAIISampler
 from optuna.trial import TrialState, create_trial
 from support.whole_study import contents, filled, num_rows
 from support.worker_process import change_worker, run_until_killed, study
@@ -22,7 +21,7 @@ from hpo.study.store import schema
 from hpo.study.store.copy import OF_STUDY, OF_TRIAL, OURS, copy_study
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import studies, tables, trials
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 
@@ -61,25 +60,6 @@ def test_every_table_is_copied_or_excluded() -> None:
     optunas = {"trial_heartbeats", "version_info", "alembic_version"}
     copied = {table.name for table in (studies, trials, *OF_STUDY, *OF_TRIAL)}
     assert {table.name for table in tables} - optunas == copied
-
-
-def test_copy_has_the_same_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
-    def parents(storage: Storage) -> list[list[int]]:
-        opened = optuna.load_study(study_name="tiny", storage=storage.url)
-        return [
-            sorted(trial.number for trial in sampler.get_parent_population(opened, generation))
-            for generation in (1, 2)
-        ]
-
-    sampler = NSGAIISampler(population_size=4, seed=1)
-    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
-        create_or_resume_study(source, study(20))
-        opened = optuna.load_study(study_name="tiny", storage=source.url, sampler=sampler)
-        opened.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=14)
-        create_or_resume_study(target, study(3, name="another")).add_trial(create_trial(value=1.0))
-        copy_study(source, target, "tiny")
-        assert parents(target) == parents(source)
-        assert len(parents(source)[1]) == 4
 
 
 def test_target_with_a_study_of_this_name_is_refused(sqlite_url: str, other_url: str) -> None:

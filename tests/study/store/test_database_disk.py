@@ -45,11 +45,6 @@ def test_nearest_mount_has_the_file_system(path: str, found: str | None) -> None
     assert network_file_system(Path(path), MOUNTS) == found
 
 
-def test_link_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "hpo.db").symlink_to("/lustre/hpo.db")
-    assert network_file_system(tmp_path / "hpo.db", MOUNTS) == "lustre"
-
-
 def test_network_file_system_is_refused(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_storage(sqlite_url) as storage:
         create_or_resume_study(storage, study(2))

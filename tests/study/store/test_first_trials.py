@@ -9,7 +9,7 @@ from optuna.trial import TrialState
 from support.worker_process import finish, result, run_trials, run_until_killed, start_process, study
 
 from hpo.config.study_config import StudyConfig
-from hpo.errors import StudyChangedError, StudyFileError
+from hpo.errors import StudyFileError
 from hpo.study.reading.reader import read_study
 from hpo.study.store import studies
 from hpo.study.store.storage import Storage, open_storage
@@ -57,14 +57,6 @@ def test_configurations_are_enqueued_once_by_killed_and_parallel_processes(
             assert record.trials[index].attributes["source"] == f"first.{index}"
 
 
-def test_an_existing_study_gets_no_other_configurations(storage: Storage) -> None:
-    create_or_resume_study(storage, study(2, first=GIVEN))
-    create_or_resume_study(storage, study(5, first=GIVEN))
-    with pytest.raises(StudyChangedError, match="first: "):
-        create_or_resume_study(storage, study(5, first=GIVEN[:1]))
-    assert waiting(storage) == GIVEN[:2]
-
-
 def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
     storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,20 +73,6 @@ def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
         *({name: ranked[index].params[name] for name in space} for index in (1, 2)),
     ]
     assert "left out, as they do not fit: `batch_size`, `learning_rate`." in caplog.text
-
-
-def test_earlier_trials_outside_limits_come_last_and_incomplete_ones_not(storage: Storage) -> None:
-    outcomes: dict[int, Any] = {
-        0: result("complete", values=(0.9,), constraints={"peak_memory_bytes": 0.5}),
-        1: result("complete", values=(0.3,)),
-        2: result("pruned"),
-        3: result("complete", values=(0.5,)),
-        4: result("complete", values=(0.8,), constraints={"peak_memory_bytes": 0.2}),
-    }
-    run_trials(storage, study(5, name="earlier"), lambda trial: outcomes[trial.number])
-    params = {trial.number: trial.params for trial in read_study(storage, "earlier").trials}
-    create_or_resume_study(storage, study(9, first={"study": "earlier", "top": 5}))
-    assert waiting(storage) == [params[number] for number in (3, 1, 4, 0)]
 
 
 @pytest.mark.parametrize(

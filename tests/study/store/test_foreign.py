@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import optuna
 import pytest
-import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
-from support.worker_process import begin, evaluate, result, run_trials, study, worker_on
+from support.worker_process import begin, result, run_trials, study, worker_on
 
 from hpo.config.search_space import suggest
-from hpo.errors import LeaseLostError
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
-from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import has_complete
-from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -128,19 +123,6 @@ def test_trials_ignore_foreign_trials(
     assert storage.load_study("tiny").best_value == 0.1
 
 
-def test_pruner_ignores_foreign_trials(storage: Storage) -> None:
-    config = study(3, pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 0})
-    with worker_on(storage, config) as worker:
-        worker._study.pruner = build_pruner(config.pruner)
-        for _ in range(5):
-            worker._study.add_trial(create_trial(value=0.9, intermediate_values={1: 0.9, 2: 0.9}))
-        ended, trial = begin(worker)
-        assert not evaluate(storage, trial, value=0.5)
-        worker.record_outcome(ended, result("complete"))
-        _, trial = begin(worker)
-        assert not evaluate(storage, trial, value=0.6), "0.5 is the median"
-
-
 @pytest.mark.parametrize("state", [TrialState.COMPLETE, TrialState.FAIL])
 @pytest.mark.parametrize(("n_trials", "paused"), [(1, False), (2, True)])
 def test_trial_ended_by_another_program_counts_as_failed(
@@ -164,14 +146,6 @@ def test_trial_ended_by_another_program_counts_as_failed(
     assert record.trials[0].reason == "somebody ended it outside of hpo."
     assert [trial.number for trial in best_trials(record)] == [1] * (n_trials - 1)
     assert record.num_foreign == 0
-
-
-def test_worker_loses_a_trial_without_its_claim(storage: Storage) -> None:
-    with worker_on(storage, study(1), max_retries=1) as worker:
-        lease, _ = begin(worker)
-        storage.write(lambda connection: connection.execute(sa.delete(claims)))
-        with pytest.raises(LeaseLostError, match="rial 0"):
-            worker.record_outcome(lease, result("failed", traceback="Traceback"))
 
 
 def test_enqueued_trial_loses_attributes_of_an_earlier_run(storage: Storage) -> None:
@@ -211,29 +185,3 @@ def test_waiting_trial_with_wrong_values_is_refused(
     refused, other = read_study(storage, "tiny").trials
     assert (refused.outcome, other.outcome) == ("failed", "complete")
     assert why in refused.reason
-
-
-@pytest.mark.parametrize(("sampler", "value"), [("gp", 1e-4), ("tpe", None), ("nsga2", 1e-4)])
-def test_waiting_copy_of_a_trial_loses_its_results(
-    storage: Storage, sampler: str, value: float | None
-) -> None:
-    config = study(2, sampler={"name": sampler}, pruner={"name": "promote"})
-    copied = {} if value is None else suggested(FloatDistribution(0.0, 9.0), value)
-    copied["system_attrs"] = {"constraints": 3, "constraints:x": "y", "NSGAIISampler:generation": "z"}
-    reports = {1: math.nan, 2: 99.0}
-    opened = create_or_resume_study(storage, config)
-    add_in(TrialState.WAITING, intermediate_values=reports, user_attrs=OUR_ATTRIBUTES, **copied)(opened)
-    with (
-        worker_on(storage, config) as worker,
-        mock.patch.object(worker, "_candidates", return_value=iter(())),
-    ):
-        worker._study.sampler = build_sampler(config.sampler, config.search_space)
-        lease, trial = begin(worker)  # while the copy waits
-        suggest(config.search_space, trial)
-        worker.record_outcome(lease, result("complete", values=(0.5,)))
-    waiting, _ = read_study(storage, "tiny").trials
-    assert (waiting.outcome, waiting.constraints) == ("waiting", {})
-    assert run_trials(storage, config).outcomes == {"complete": 1}
-    first = storage.load_study("tiny").trials[0]
-    assert (first.value, first.intermediate_values, first.constraints) == (0.5, {}, {})
-    assert value is None or first.params[NAME] == value

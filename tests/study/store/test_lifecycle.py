@@ -7,11 +7,8 @@ from typing import Any
 
 import optuna
 import pytest
-import sqlalchemy as sa
 from support.whole_study import num_rows
 from support.worker_process import (
-    begin,
-    change_worker,
     evaluate,
     make_and_run,
     result,
@@ -21,13 +18,12 @@ from support.worker_process import (
 )
 
 from hpo.config.search_space import suggest
-from hpo.errors import LeaseLostError, RunError
+from hpo.errors import RunError
 from hpo.study.claims.ending import end_unfinished
-from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
-from hpo.study.store import schema
 from hpo.study.store.lifecycle import (
     delete_study,
     read_state,
@@ -119,46 +115,3 @@ def test_deletion_removes_all_rows_of_one_study(storage: Storage) -> None:
     with open_storage(storage.url) as fresh:
         assert read_state(fresh, "tiny") is None
         assert run_trials(fresh, config).outcomes == {"complete": 3}
-
-
-def test_rest_of_a_study_deleted_by_the_dashboard_is_removed(storage: Storage) -> None:
-    create_or_resume_study(storage, study(3))
-    optuna.delete_study(study_name="tiny", storage=storage.optuna)
-    delete_study(storage, "tiny")
-    assert set(num_rows(storage).values()) == {0}
-
-
-def test_silent_worker_of_a_cancelled_trial_stores_nothing(storage: Storage) -> None:
-    """It seemed dead, its trial ended, and the study was opened again before it returns."""
-    config = study(3)
-    with WorkerLease(storage, create_or_resume_study(storage, config), max_retries=0) as worker:
-        lease, _ = begin(worker)
-        lease.saved_step = 20
-        worker._beat_once()
-        set_state(storage, "tiny", "cancelled")
-        assert end_unfinished(storage, "tiny") == 0, "a live worker has it"
-        change_worker(storage, worker, process_start="1")
-        assert end_unfinished(storage, "tiny") == 1
-        set_state(storage, "tiny", "open")
-        with pytest.raises(LeaseLostError):
-            worker.record_outcome(lease, result("complete"))
-        worker._beat_once()
-    [trial] = read_study(storage, "tiny").trials
-    assert (trial.state, trial.outcome, trial.values) == ("FAIL", "preempted", None)
-    assert storage.trial_counts("tiny") == {"open": 3, "running": 0, "done": 0}
-    assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
-
-
-def test_heartbeat_does_not_change_an_ended_trial(storage: Storage) -> None:
-    """The retry has no checkpoint and no worker."""
-    opened = create_or_resume_study(storage, study(1, max_retries=1))
-    with WorkerLease(storage, opened, max_retries=1) as worker:
-        lease, _ = begin(worker)
-        lease.saved_step = 20
-        worker._beat_once()
-        worker.record_outcome(lease, result("failed", traceback="Traceback"))
-        worker._beat_once()
-        with storage.engine.connect() as connection:
-            ended, again = connection.execute(sa.select(schema.claims).order_by("trial_number")).all()
-        assert (ended.owner, ended.counts) == (None, False)
-        assert (again.owner, again.counts, again.saved_step) == (None, True, 0)

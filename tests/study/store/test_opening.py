@@ -60,14 +60,3 @@ def test_kill_during_the_creation_leaves_no_tables(storage_url: str, statement: 
     with open_storage(storage_url) as storage:
         create_or_resume_study(storage, study(n_trials=3))
         assert storage.trial_counts("tiny") == {"open": 3, "running": 0, "done": 0}
-
-
-def test_plain_optuna_opens_the_database(storage_url: str) -> None:
-    open_storage(storage_url).close()
-    plain = optuna.storages.RDBStorage(storage_url.replace("postgresql://", "postgresql+psycopg://"))
-    assert plain.get_current_version() == plain.get_head_version()
-    optuna.create_study(storage=plain, study_name="theirs").ask()
-    with plain.engine.connect() as connection:
-        made_by = connection.execute(sa.text("SELECT schema_version, library_version FROM version_info"))
-        assert made_by.all() == [(12, optuna.__version__)]
-    plain.engine.dispose()

@@ -64,15 +64,3 @@ def test_hidden_process_needs_heartbeats(
     child.kill()
     child.wait()
     assert is_running(row_of(child.pid, "1")) is False
-
-
-def test_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
-    assert process_start(child.pid) is not None
-    child.kill()
-    wait_for(lambda: process_start(child.pid) is None)
-
-
-def test_all_processes_of_a_machine_name_it_alike() -> None:
-    code = "from hpo.study.store.process import this_machine; print(this_machine())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == this_machine()
