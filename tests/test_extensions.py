@@ -25,8 +25,7 @@ from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.tasks.kind import Task
 from hpo.tasks.options import LossOptions
 from hpo.training.losses import loss_sum
-from hpo.training.optim import build_optimizer
-from hpo.training.schedule import own_schedule
+from hpo.training.optim import build_optimizer, own_schedule
 from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import StoredTrial

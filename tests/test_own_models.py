@@ -26,7 +26,7 @@ from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import InputError
 from hpo.evaluation.intervals import metric_intervals
 from hpo.models.own_encoder import OwnEncoder, load_own_encoder
-from hpo.study.reading.row_statistics import _of_task, _packed
+from hpo.study.reading.detailed_evaluations import _of_task, _packed
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
 from hpo.tasks.example import Example

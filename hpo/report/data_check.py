@@ -32,11 +32,8 @@ MAX_CLASSES = 12
 
 @dataclass(frozen=True)
 class DataCheck:
-    """Result of `check_data`."""
-
     study: str
-    encoder: str
-    """Encoder of the tokenizer; the first of the searched ones."""
+    encoder: str  # encoder of the tokenizer; the first of the searched ones
     long_text: str
     facts: DataFacts
     lengths: LengthFacts
@@ -108,7 +105,6 @@ class DataCheck:
         ]
 
     def _lengths(self) -> Rows:
-        """A row for each `max_length`: texts over it, windows, and lost spans by task."""
         lengths, rows = self.lengths, []
         num_texts = sum(split.num_rows for split in self.facts.splits.values())
         for cut in lengths.cuts:

@@ -27,7 +27,6 @@ _FULL = ("fp32", "tf32")
 def differing_formats(
     trials: Sequence[TrialRecord], definition: Mapping[str, Any]
 ) -> dict[str, Sequence[str]]:
-    """Return the requested value of each trial, by setting, for the formats that differ."""
     columns = _unusual_columns(trials, definition).items()
     return {name: values for name, values in columns if len({*values}) > 1}
 
@@ -43,7 +42,6 @@ def shared_formats(trials: Sequence[TrialRecord], definition: Mapping[str, Any])
 def _unusual_columns(
     trials: Sequence[TrialRecord], definition: Mapping[str, Any]
 ) -> dict[str, Sequence[str]]:
-    """The requested value of each trial, by setting, without defaults that are not searched."""
     formats = [trial_formats(trial, definition) for trial in trials]
     columns = {name: [one[name] for one in formats] for name in FORMATS}
     space = definition.get("search_space") or {}
@@ -145,7 +143,6 @@ def _default(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text, and a list of parts by its names."""
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError):  # a name of the user's own code
             value = json.loads(value)

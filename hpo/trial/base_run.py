@@ -35,10 +35,9 @@ from hpo.training.checkpoint import (
     best_checkpoint,
     bits_digest,
 )
-from hpo.training.clock import CompileClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import CompileClock, ThroughputMeter
 from hpo.trial.compat import Compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value, patience_over, undefined_metric
 from hpo.trial.telemetry import Callbacks, TrialRecorder

@@ -31,10 +31,10 @@ from hpo.precision.effective import Agreement, Observation
 from hpo.precision.table import AmpConfig, Resolution
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
-from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation
 from hpo.training.optimizer_states import state_facts
+from hpo.training.throughput import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.objectives import task_and_name
 from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts

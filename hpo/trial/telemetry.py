@@ -24,9 +24,8 @@ from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome, Progress, TrialResult
 from hpo.precision.amp import MixedPrecision
-from hpo.training.clock import TrainingClock
 from hpo.training.evaluate import Evaluation
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import ThroughputMeter, TrainingClock
 
 
 def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from support.tiny import ENCODER, tiny_executor
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.budget import TrainState
-from hpo.training.clock import CompileClock
+from hpo.training.throughput import CompileClock
 from hpo.trial.executor import Executor
 
 COMPILED = {"max_steps": 2, "batch_size": 4, "max_length": 16, "dropout": 0.0, "compile": "default"}

@@ -47,8 +47,7 @@ class Finding:
 
     check: str
     problem: str
-    remedy: str = ""
-    """Effect of `mend`, or advice for the user."""
+    remedy: str = ""  # effect of `mend`, or advice for the user
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     mended: bool = False
 
@@ -72,13 +71,9 @@ class Finding:
 
 
 def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
-    """Yield the problems of all studies, or of `study` alone, in the database at `url` and on this host.
+    """Yield the problems of all studies, or of `study`, in the database at `url` and on this host.
 
-    With `fix`, mend each problem before it is yielded, if possible.
-
-    Raises:
-        StorageError: there is no such database, it does not answer, or it has no such study.
-        HpoError: the database failed meanwhile.
+    With `fix`, mend each problem before it is yielded, if possible. Raises HpoError.
     """
     try:
         with open_storage(url, create=False) as storage:
@@ -166,7 +161,7 @@ def _unread_checkpoints(
     storage: Storage, study: str, config: CheckpointConfig, folder: Path
 ) -> Iterator[Finding]:
     trial_folders = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
-    record = read_study(storage, study, brief=True)
+    record = read_study(storage, study)
     trials = {trial.number for trial in record.trials}
     ended = [
         Ended(trial.number, trial.values, trial.constraints, trial.outcome, trial.reason)

@@ -69,10 +69,7 @@ def end_unclaimed(
 
 
 def end_unfinished(storage: Storage, name: str) -> int:
-    """End the unfinished trials of a cancelled study that have no live worker; return their number.
-
-    Trials at a rung end as PRUNED. The others are given up (`end_unclaimed`).
-    """
+    """End the unfinished trials of a cancelled study that have no live worker; return their number."""
     if read_state(storage, name) != "cancelled" or not storage.has_study(name):
         return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))

@@ -49,7 +49,6 @@ def storage_url(given: str | None = None) -> str:
     """Return the URL of the database: `given` (--storage), else HPO_STORAGE, else SQLite under runs/.
 
     `@FILE` means the URL in a file, which keeps the password out of arguments and variables.
-    Raises StorageError if the file cannot be read, is readable for others, or holds no URL.
     """
     url = given or os.environ.get("HPO_STORAGE") or DEFAULT_URL
     return _url_in(Path(url.removeprefix(URL_FROM_FILE))) if url.startswith(URL_FROM_FILE) else url
@@ -106,8 +105,7 @@ def _unusable(url: str) -> StorageError:
 def without_password(url: str, text: str) -> str:
     """Return a message about the database at `url` without its password.
 
-    It is hidden in URLs and after `password=`. Elsewhere it is hidden only if it cannot be an ordinary word
-    of the message or a part of the URL.
+    A word of the message is masked only if it cannot be an ordinary one or a part of the URL.
     """
     parsed = sa.make_url(url)
     password, others = str(parsed.password or ""), parsed.set(password="").render_as_string()
@@ -140,11 +138,7 @@ def check_folder(url: str) -> None:
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str | None:
-    """Return the type of the network file system of `path`, or None for a local disk.
-
-    Args:
-        mounts: the content of `/proc/self/mountinfo`, see proc_pid_mountinfo(5).
-    """
+    """Return the type of the network file system of `path`, or None. `mounts`: proc_pid_mountinfo(5)."""
     where = path.resolve()
     mounts = Path("/proc/self/mountinfo").read_text() if mounts is None else mounts
     longest, kind = -1, ""
@@ -167,7 +161,6 @@ def connect(url: str) -> sa.Engine:
 
 
 def sqlite_path(url: sa.URL) -> Path | None:
-    """Return the file of a SQLite database, or None for PostgreSQL."""
     return Path(str(url.database)) if url.get_backend_name() == "sqlite" else None
 
 

@@ -31,14 +31,12 @@ def is_foreign(study: str) -> sa.ColumnElement[bool]:
 
 
 def in_state(study: str, state: TrialState) -> sa.Select[tuple[int, int]]:
-    """Return the query for the ids and numbers of a study's trials in this state, by number."""
     query = sa.select(trials.c.trial_id, trials.c.number).join(optuna_studies)
     query = query.where(optuna_studies.c.study_name == study, trials.c.state == state)
     return query.order_by(trials.c.number)
 
 
 def _optuna_orphans(connection: sa.Connection) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
-    """Yield Optuna's tables, parents first, with the condition of a row without its parent."""
     if connection.dialect.name == "sqlite":  # PostgreSQL checks the foreign keys
         for table in optuna_internals.tables:
             parents = [~sa.exists().where(key.column == key.parent) for key in table.foreign_keys]

@@ -66,12 +66,10 @@ non_domination_ranks = _fast_non_domination_rank
 
 
 def study_id_of(study: Study) -> int:
-    """Return the storage's id of a study."""
     return study._study_id
 
 
 def trial_id_of(trial: Trial | FrozenTrial) -> int:
-    """Return the storage's id of a trial."""
     return trial._trial_id
 
 
@@ -81,7 +79,6 @@ def all_trials(study: Study) -> list[FrozenTrial]:
 
 
 def is_in(distribution: BaseDistribution, value: Any) -> bool:
-    """Return true if a parameter of this distribution may have the value."""
     try:
         return distribution._contains(distribution.to_internal_repr(value))
     except (ValueError, TypeError):
@@ -151,7 +148,6 @@ class OwnTrials(_CachedStorage):
 
 
 def _as_hpo_ended(trial: FrozenTrial) -> FrozenTrial:
-    """Return a trial as FAIL if another program ended it, otherwise unchanged."""
     if not trial.state.is_finished() or "outcome" in trial.user_attrs:  # hpo stores it with the end
         return trial
     shown = copy.copy(trial)
@@ -161,7 +157,6 @@ def _as_hpo_ended(trial: FrozenTrial) -> FrozenTrial:
 
 
 def _claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set[int] | None:
-    """Return the claimed trials among `numbers`, or None if the study is not one of hpo."""
     few = len(numbers) < _FEW
     these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number >= min(numbers)
     of_hpo = studies.join(hpo_studies, hpo_studies.c.name == studies.c.study_name)
@@ -210,13 +205,11 @@ def create_tables(connection: sa.Connection) -> None:
 
 
 def stored_version(connection: sa.Connection) -> str | None:
-    """Return the version of Optuna that created the tables, or None for new tables."""
     version: str | None = connection.execute(sa.select(_named["version_info"].c.library_version)).scalar()
     return version
 
 
 def revision(connection: sa.Connection) -> str | None:
-    """Return the version of the tables in a database, or None if it is unknown."""
     return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
 
 
@@ -226,8 +219,7 @@ def revision(connection: sa.Connection) -> str | None:
 def lock_trials(connection: sa.Connection, study_id: int) -> bool:
     """Lock the trials of a study, first in a transaction; return false if the study is gone.
 
-    Each trial gets the number after the last one, so one transaction adds trials at a time. Optuna uses the
-    same lock.
+    One transaction adds trials at a time, because each gets the next number. Optuna uses the same lock.
     """
     this = sa.select(studies.c.study_id).where(studies.c.study_id == study_id)
     if connection.dialect.name == "sqlite":
@@ -296,14 +288,12 @@ def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, 
 
 
 def constraint(key: str, value: Any) -> dict[str, float]:
-    """Return the constraints in a system attribute of a trial, by name."""
     if key == _CONSTRAINTS_KEY:  # Optuna before 5 stores all of them like this
         return {str(index): each for index, each in enumerate(value)}
     return {key.removeprefix(f"{_CONSTRAINTS_KEY}:"): value}
 
 
 def is_unfinished(trial_id: int) -> sa.ColumnElement[bool]:
-    """Return the condition that a trial is RUNNING or WAITING."""
     this = (trials.c.trial_id == trial_id, trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING)))
     return sa.exists().where(*this)
 
@@ -349,7 +339,6 @@ def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[
 def create_study(
     connection: sa.Connection, name: str, directions: Iterable[str], metric_names: Sequence[str]
 ) -> int:
-    """Add a study without trials and return its id."""
     new = sa.insert(studies).values(study_name=name).returning(studies.c.study_id)
     study_id: int = connection.execute(new).scalar_one()
     for objective, direction in enumerate(directions):
@@ -377,7 +366,6 @@ def find_study(connection: sa.Connection, name: str, key: str) -> tuple[int | No
 
 
 def set_study_attribute(connection: sa.Connection, study_id: int, key: str, value: Any) -> None:
-    """Set a system attribute of a study."""
     of_study = (study_system_attributes.c.study_id == study_id, study_system_attributes.c.key == key)
     connection.execute(sa.delete(study_system_attributes).where(*of_study))
     new = {"study_id": study_id, "key": key, "value_json": json.dumps(value)}
@@ -385,14 +373,12 @@ def set_study_attribute(connection: sa.Connection, study_id: int, key: str, valu
 
 
 def start_trial(connection: sa.Connection, trial_id: int) -> bool:
-    """Start a WAITING trial; return false if it waits no more."""
     waiting = (trials.c.trial_id == trial_id, trials.c.state == TrialState.WAITING)
     start = sa.update(trials).where(*waiting).values(state=TrialState.RUNNING, datetime_start=_now())
     return connection.execute(start).rowcount > 0
 
 
 def delete_study_rows(connection: sa.Connection, name: str) -> None:
-    """Remove a study and its trials, if they exist."""
     this = sa.select(studies.c.study_id).where(studies.c.study_name == name)
     study_ids = list(connection.execute(this).scalars())
     in_study = sa.select(trials.c.trial_id).where(trials.c.study_id.in_(study_ids))

@@ -44,12 +44,9 @@ _logger = logging.getLogger(__name__)
 def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
     """Return the study of `config`, created if it does not exist.
 
-    A lower `n_trials` begins no further trial; begun trials continue to their end. Without `resize`, for a
-    joining worker, the stored `n_trials` stays.
-
-    Raises:
-        StudyChangedError: the stored study has another search space or definition.
-        StudyFileError: its earlier study does not exist.
+    Begun trials continue after a lower `n_trials`. Without `resize`, for a joining worker, the stored number
+    stays. Raises StudyChangedError for another search space or definition, StudyFileError without its earlier
+    study.
     """
 
     def create_or_resume() -> optuna.Study:
@@ -105,9 +102,8 @@ def _is_raised(before: Mapping[str, Any] | None, now: BudgetConfig | None) -> bo
 def _reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:
     """Let trials run again after their study's budget, which had ended them, was raised.
 
-    They keep their numbers, curves and checkpoints, and trials at a rung are paused again. Optuna's storage
-    reads the end of a trial once. So a worker that has already read these ends leaves the trials to workers
-    that start later, and begins other trials meanwhile.
+    Optuna's storage reads the end of a trial once. So a worker that has already read these ends leaves the
+    trials to workers that start later.
     """
     reason = (
         user_attributes.c.key == "outcome_reason",
@@ -125,10 +121,7 @@ def _definition(config: StudyConfig) -> dict[str, Any]:
 
 
 def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """Return the parameters and user attributes of the first trials of a new study, at most `n_trials`.
-
-    Raises StudyFileError if the earlier study is missing or has several objectives.
-    """
+    """Return the parameters and attributes of the first trials, at most `n_trials`. Raises StudyFileError."""
     if config.comparison is not None:
         return []
     if isinstance(config.first, EarlierResults):
@@ -144,7 +137,6 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
 def _best_fitting(
     storage: Storage, config: StudyConfig, earlier: EarlierResults
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the best earlier configurations as far as they fit this search space, each once."""
     used: list[dict[str, Any]] = []
     left_out: set[str] = set()
     for trial in _ranked_trials(storage, config, earlier.study):
@@ -162,7 +154,6 @@ def _best_fitting(
 
 
 def _ranked_trials(storage: Storage, config: StudyConfig, name: str) -> list[FrozenTrial]:
-    """Return the complete trials of the earlier study, the best first; trials outside its limits last."""
     try:
         study = storage.load_study(name)
     except StorageError as error:
@@ -201,10 +192,7 @@ def read_stored(storage: Storage, name: str) -> StudyEntry | None:
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:
-    """Bind the study to its data by their fingerprint, unless it is bound; then `check_data`.
-
-    The definition contains the data's path only, and somebody may edit the file.
-    """
+    """Bind the study to its data by their fingerprint, unless it is bound; then `check_data`."""
     unbound = sa.update(studies).where(studies.c.name == name, studies.c.data.is_(None))
     storage.write(lambda connection: connection.execute(unbound.values(data=fingerprint)))
     check_data(storage, name, fingerprint)

@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from support.worker_process import begin, result, run_trials, study, worker_on
+from support.worker_process import begin, result, study, worker_on
 
-from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import NOT_READ, best_trials
 from hpo.study.store.storage import Storage, open_storage
 
 
@@ -33,19 +31,3 @@ def test_a_meanwhile_ended_trial_is_read_before_or_after(storage: Storage, table
             ("COMPLETE", "complete", (0.5,), 1),
         ]
         assert read_study(reader, "tiny").trials[0].values == (0.5,)
-
-
-def telemetry(number: int) -> dict[str, Any]:
-    precision = {"observed": {"tf32": False}, "agrees": None if number == 1 else True, "reason": "unseen."}
-    return {"precision": precision, "weights_lost": number == 2}
-
-
-def test_a_brief_record_has_the_best_trials_and_warnings(storage: Storage) -> None:
-    run_trials(storage, study(4), lambda trial: result("complete", telemetry=telemetry(trial.number)))
-    whole, brief = read_study(storage, "tiny"), read_study(storage, "tiny", brief=True)
-    assert study_status(brief) == study_status(whole)
-    assert len(study_status(brief)["warnings"]) == 2
-    assert best_trials(brief)[0].params == best_trials(whole)[0].params != {}
-    assert brief.trials[3].telemetry is NOT_READ
-    with pytest.raises(RuntimeError, match="was not read"):
-        brief.trials[3].params.get("learning_rate")

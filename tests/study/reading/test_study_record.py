@@ -2,11 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from support.study_records import fake_trial, record_of
 
-from hpo.errors import StorageError
-from hpo.study.reading.study_record import StoredJson, unverified_precisions
+from hpo.study.reading.study_record import unverified_precisions
 
 
 def unverified(number: int, **facts: str) -> Any:
@@ -23,9 +21,3 @@ def test_unverified_trials_are_listed_with_three_reasons() -> None:
         "Reason 0. Reason 1. Reason 2."
     )
     assert unverified_precisions(record_of([fake_trial(0, "fp32")])) == []
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "3"])
-def test_damaged_json_is_one_clear_error(text: str) -> None:
-    with pytest.raises(StorageError, match="must have a JSON object"):
-        StoredJson(text).get("precision")

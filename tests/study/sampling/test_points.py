@@ -11,7 +11,7 @@ from support.worker_process import begin, result, study, worker_on
 
 from hpo.compare.comparison_study import comparison_study
 from hpo.config.search_space import suggest
-from hpo.study.claims.runnable import Runnable
+from hpo.study.claims.snapshot import Runnable
 from hpo.study.sampling.points import Point, grid_points, point_key, unused_points
 from hpo.study.store.storage import Storage, open_storage
 

@@ -18,7 +18,7 @@ from support.worker_process import start_process, wait_for
 from hpo.errors import HpoError, StoppedError
 from hpo.study.store import connection as bounds
 from hpo.study.store.database import connect
-from hpo.study.store.lock import exclusive
+from hpo.study.store.opening import exclusive
 
 
 def hold(url: str, log: Path, idle_seconds: float) -> None:
