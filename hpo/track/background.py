@@ -28,7 +28,10 @@ _logger = logging.getLogger(__name__)
 def track_in_background(
     study: str, tracker: TrackerName | None, storage: str, runs_dir: Path
 ) -> Iterator[None]:
-    """Show a study in the tracker during the block, and log the tracker's messages."""
+    """Show a study in the tracker during the block, and log the tracker's messages.
+
+    `storage` is the database, as a user names it.
+    """
     if tracker is None:
         yield
         return
@@ -71,6 +74,7 @@ def _log_messages(lines: IO[str], tracker: TrackerName, log: Path) -> None:
 
 
 def _wait(process: subprocess.Popen[str]) -> str:
+    """Wait for the end of the process; return the problem if it did not finish its work."""
     try:
         code = process.wait(LEAVE_SECONDS)
     except subprocess.TimeoutExpired:

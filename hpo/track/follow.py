@@ -7,20 +7,25 @@ tracker.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from hpo.config.choices import TrackerName
 from hpo.errors import InputError, TrackerError
+from hpo.redaction import without_secrets
+from hpo.report.report import write_report
 from hpo.study.reading.study_record import StudyRecord, is_over
 from hpo.track.mlflow_runs import MlflowTracker
-from hpo.track.runs import Run, runs_of
+from hpo.track.runs import Run, digest_of, runs_of
+from hpo.track.settings import without_secret_settings
 from hpo.track.tensorboard_files import TensorboardTracker
 from hpo.track.wandb_runs import WandbTracker
 from hpo.versions import install_hint
@@ -40,8 +45,11 @@ class Tracker(Protocol):
     def where(self) -> str:
         """Address or folder, for people."""
 
-    def show(self, run: Run, /) -> bool:
-        """Show a trial or a study; return True if this changed anything."""
+    def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
+        """Show a trial or a study; return True if this changed anything.
+
+        `write_files` writes the report into a folder, for a tracker that stores files with a run.
+        """
 
     def close(self) -> None:
         """Finish open runs."""
@@ -49,10 +57,16 @@ class Tracker(Protocol):
 
 @dataclass
 class Shown:
-    runs: int  # number of trials in the tracker
-    changed: int  # number of trials added or changed by this command
-    is_over: bool  # true if the study has ended
-    idle_seconds: float  # time since the last new heartbeat of a worker
+    """The state of a tracker after an update."""
+
+    runs: int
+    """Number of trials in the tracker."""
+    changed: int
+    """Number of trials added or changed by this command."""
+    is_over: bool
+    """True if the study has ended."""
+    idle_seconds: float
+    """Time since the last new heartbeat of a worker."""
 
 
 class Follower:
@@ -66,8 +80,8 @@ class Follower:
         self._heartbeats: dict[str, datetime] = {}
         self._heard = time.monotonic()
 
-    def update(self) -> Shown:
-        """Show the present state of the study. Raises TrackerError."""
+    def update(self, *, is_last: bool = True) -> Shown:
+        """Show the present state of the study, with its report if `is_last`. Raises TrackerError."""
         started = time.monotonic()
         record = self._read()
         self._read_seconds = time.monotonic() - started
@@ -76,30 +90,36 @@ class Follower:
             if self._show(run):
                 self._changed.add(run.key)
         if runs and runs[0].study is not None:
-            self._show(runs[0].study)
+            study, write = runs[0].study, None
+            if is_last or is_over(record):
+                report_of = digest_of([run.digest for run in runs])  # makes a run without this report differ
+                study = replace(study, facts={**study.facts, "report_of": report_of})
+                write = partial(write_files, record)
+            self._show(study, write)
         # The clock of the database may be set, so the time between two heartbeats is measured here.
         heartbeats = {worker.id: worker.last_seen for worker in record.workers}
         if heartbeats != self._heartbeats:
             self._heartbeats, self._heard = heartbeats, time.monotonic()
         return Shown(len(runs), len(self._changed), is_over(record), time.monotonic() - self._heard)
 
-    def _show(self, run: Run) -> bool:
+    def _show(self, run: Run, write: Callable[[Path], None] | None = None) -> bool:
         if self._digests.get(run.key) == run.digest:
             return False
-        has_changed = self._tracker.show(run)
+        has_changed = self._tracker.show(run, write)
         self._digests[run.key] = run.digest
         return has_changed
 
     def follow(self, stop: threading.Event, idle_seconds: float = IDLE_SECONDS) -> Shown:
         """Update the tracker until the study has ended, `stop` is set, or no worker was live for some time.
 
-        An unreachable tracker is logged once and tried again. Raises TrackerError if the last update fails.
+        If the tracker is unreachable, log this once and try again. Raises TrackerError if the last update
+        fails.
         """
         is_away = False
         while True:
             is_last = stop.is_set()
             try:
-                shown = self.update()
+                shown = self.update(is_last=is_last)
             except TrackerError as error:
                 if is_last:
                     raise
@@ -122,8 +142,29 @@ class Follower:
             stop.wait(max(UPDATE_SECONDS, 20 * self._read_seconds))
 
 
+def write_files(record: StudyRecord, folder: Path) -> None:
+    """Write the report of a study and its definition, without secrets.
+
+    Raises TrackerError if a damaged record breaks the report.
+    """
+    record = replace(record, definition=without_secret_settings(record.definition))
+    try:
+        write_report(record, folder / "report")
+    except Exception as error:
+        raise TrackerError(
+            f"All trials are shown, but the report could not be written: {type(error).__name__}: {error}. "
+            f"Run `hpo report {record.name}` to see why."
+        ) from error
+    (folder / "study.json").write_text(json.dumps(record.definition, indent=2))
+    for path in folder.rglob("*.*"):
+        path.write_text(without_secrets(path.read_text()))
+
+
 def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Path) -> Tracker:
-    """Return the tracker of this name for a study. Raises InputError if it cannot be used."""
+    """Return the tracker of this name for a study. Its files go to `folder`.
+
+    Raises InputError if its package is not installed or its address is unknown.
+    """
     try:
         if name == "mlflow":
             return MlflowTracker(record.name, token)

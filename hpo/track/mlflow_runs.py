@@ -8,9 +8,11 @@ refuses another value of a param, so a param keeps its first value.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import sqlalchemy as sa
@@ -47,11 +49,14 @@ MAX_PARAMS, MAX_METRICS = 100, 900
 
 @dataclass
 class _Known:
+    """Content of a run in MLflow."""
+
     run_id: str
     digest: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     params: set[str] = field(default_factory=set)
-    steps: set[int] | None = None  # steps of the run's points; None: not read yet
+    steps: set[int] | None = None
+    """Steps of the run's points; None: not read yet."""
 
 
 class MlflowTracker:
@@ -77,7 +82,7 @@ class MlflowTracker:
         page = f"/#/experiments/{self._experiment_id}/runs" if self._address.startswith("http") else ""
         return f"{self._address}{page}, experiment {self._experiment}"
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
         with self._errors_explained():
             self._connect()
             known = self._find(run)
@@ -85,6 +90,10 @@ class MlflowTracker:
                 return False
             try:
                 self._send(known, run)
+                if write_files:
+                    with TemporaryDirectory() as folder:
+                        write_files(Path(folder))
+                        self._client.log_artifacts(known.run_id, folder)
                 self._send_tags(known, run)
             except Exception:
                 self._experiment_id = ""  # read all again: a person or another command may have deleted it
@@ -108,6 +117,7 @@ class MlflowTracker:
                 self._client = self._new_client(tracking_uri=address)
 
     def _send(self, known: _Known, run: Run) -> None:
+        """Send new metrics, params and the state."""
         from mlflow.entities import Metric, Param
 
         if known.steps is None:
@@ -149,6 +159,7 @@ class MlflowTracker:
         known.digest = run.digest
 
     def _find(self, run: Run) -> _Known:
+        """Return the content of the run in MLflow; create the run if it is missing."""
         if not self._experiment_id:
             experiment = self._find_experiment()
             self._known = self._search(experiment)
@@ -216,6 +227,7 @@ class MlflowTracker:
             raise TrackerError(f"MLflow at {self._address} {self._meaning(error)} ({message})") from error
 
     def _meaning(self, error: Exception) -> str:
+        """Explain the error and its remedy."""
         status = _status_of(error)
         if status == 401:
             return "must know this user. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
@@ -230,5 +242,10 @@ class MlflowTracker:
 
 
 def _status_of(error: Any) -> int:
-    """Return the HTTP status of an error of MLflow. A locked or new database counts as unreachable."""
-    return int(error.get_http_status_code()) if hasattr(error, "get_http_status_code") else 500
+    """Return the HTTP status of an error of MLflow, or of `requests` for artifacts."""
+    if isinstance(error, ImportError):  # the store of the artifacts needs another library
+        return 400
+    if hasattr(error, "get_http_status_code"):
+        return int(error.get_http_status_code())
+    # A locked database, or one in creation, counts as unreachable.
+    return int(getattr(getattr(error, "response", None), "status_code", 500))

@@ -3,21 +3,15 @@
 The key of a run is the same in any database, so another machine or a copy of the study finds the run again. A
 paused and continued trial is one run. Anybody who can write to the database controls names and texts, so
 control characters and names that MLflow refuses are replaced. Passwords and tokens are replaced too.
-
-TensorBoard and W&B have a folder for each run, with a note of the shown state. A folder with an outdated note
-is written anew, because files do not show what a killed command left in them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from hpo.errors import printable, shorten
@@ -44,7 +38,8 @@ class Point:
     """One evaluation of a trial, or the state of a study."""
 
     step: int
-    time: float  # seconds since 1970: start of the trial plus its training time
+    time: float
+    """Seconds since 1970: start of the trial plus its training time."""
     metrics: Mapping[str, float]
     """Values by `task/metric`. The last metric is the `marker` of the run."""
 
@@ -53,27 +48,36 @@ class Point:
 class Run:
     """Content of a run: a trial or a study."""
 
-    key: str  # token of the study, and number of the trial or `study`
+    key: str
+    """Token of the study, and number of the trial or `study`."""
     name: str
     status: Status
     """`waiting`: paused or preempted. `stopped`: by the pruner, a limit or a person."""
-    started: float  # seconds since 1970, like `ended`
+    started: float
+    """Seconds since 1970, like `ended`."""
     ended: float | None
-    params: Mapping[str, str | float]  # settings that cannot change, searched and fixed
-    facts: Mapping[str, str]  # tags of the study, changeable settings, outcome, device and precisions
+    params: Mapping[str, str | float]
+    """Settings that cannot change, searched and fixed."""
+    facts: Mapping[str, str]
+    """Tags of the study, changeable settings, outcome, device and precisions."""
     points: Sequence[Point]
-    results: Mapping[str, float]  # final values by `trial/NAME`; empty while the trial runs
+    results: Mapping[str, float]
+    """Final values by `trial/NAME`; empty while the trial runs."""
     study: Run | None = None
     """Run of the trial's study. None: this is a study."""
 
     @property
     def marker(self) -> str:
+        """Last metric of every point."""
         return "epoch" if self.study else "trials_ended"
 
     @property
     def digest(self) -> str:
-        content = repr(asdict(replace(self, study=None)))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return digest_of(asdict(replace(self, study=None)))
+
+
+def digest_of(content: Any) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def runs_of(record: StudyRecord, token: str) -> list[Run]:
@@ -183,6 +187,7 @@ def _trial_facts(trial: TrialRecord, settings: Mapping[str, Any]) -> dict[str, A
 
 
 def _agreement(stored: Mapping[str, Any]) -> str | None:
+    """Return whether the observed precision agrees; None if none was observed."""
     if not stored.get("observed"):
         return None
     return "unverified" if stored.get("agrees") is None else format_value(stored["agrees"])
@@ -208,6 +213,7 @@ def _results(record: StudyRecord, trial: TrialRecord) -> Iterator[tuple[str, flo
 
 
 def _numbers(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the finite numbers among nested values, named `outer/inner`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{above}{name}/")
@@ -237,37 +243,10 @@ def _value(name: str, value: Any) -> str | float:
 
 
 def _text(value: Any) -> str:
+    """Return `value` as text without secrets, control characters and halves of surrogate pairs."""
     return _sendable(str(value))
 
 
 @lru_cache(10_000)  # the trials of a study share most of their texts
 def _sendable(text: str) -> str:
     return shorten(without_secrets(printable(text.encode(errors="replace").decode())), MAX_TEXT)
-
-
-NOTE = "hpo.json"
-
-
-def is_noted(folder: Path, run: Run) -> bool:
-    return _note(folder / NOTE) == {"key": run.key, "digest": run.digest}
-
-
-def note(folder: Path, run: Run) -> None:
-    temporary = folder / f".{NOTE}"
-    temporary.write_text(json.dumps({"key": run.key, "digest": run.digest}))
-    temporary.replace(folder / NOTE)
-
-
-def forget_other_studies(folder: Path, token: str) -> None:
-    """Remove the runs of a deleted study of the same name, which had another token."""
-    for path in folder.glob(f"*/{NOTE}"):
-        if not str(_note(path).get("key")).startswith(f"{token}-"):
-            shutil.rmtree(path.parent)
-
-
-def _note(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpo.config.definition import CHANGEABLE
 from hpo.config.trial_settings import BUDGETS
+from hpo.redaction import HIDDEN
 
 _SECRET_NAME = re.compile(
     r"(?i)(?:password|passwd|passphrase|secret|(?:^|[._-])(?:pass|pwd|credentials?)|(?:^|\.)token|"
@@ -28,7 +29,18 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _OTHER_NAME.search(name)
 
 
+def without_secret_settings(content: Any) -> Any:
+    """Return the content of a study file with `***` for the values of secret settings."""
+    if isinstance(content, Mapping):
+        return {
+            name: HIDDEN if value and is_secret(name) else without_secret_settings(value)
+            for name, value in content.items()
+        }
+    return [without_secret_settings(item) for item in content] if isinstance(content, list) else content
+
+
 def is_changeable(name: str) -> bool:
+    """Return True if the setting of an existing study may change."""
     return any(f"{name}.".startswith(f"{key}.") for key in CHANGEABLE)
 
 
@@ -46,6 +58,7 @@ def trial_settings(definition: Mapping[str, Any], params: Mapping[str, Any]) -> 
 
 
 def _fixed(definition: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fixed settings except `searched` ones."""
     left_out = ("given", "name", "tags", "search_space", "training")
     fixed = _flat({key: value for key, value in definition.items() if key not in left_out})
     training = section(definition, "training")
@@ -64,6 +77,7 @@ def _fixed(definition: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[s
 
 
 def section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of the mapping of this name, or {} if there is none."""
     value = content.get(name)
     return dict(value) if isinstance(value, Mapping) else {}
 

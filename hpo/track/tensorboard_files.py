@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpo.track.runs import Run, forget_other_studies, is_noted, note
+from hpo.track.run_folders import forget_other_studies, is_noted, note
+from hpo.track.runs import Run
 
 
 class TensorboardTracker:
@@ -33,7 +34,7 @@ class TensorboardTracker:
     def where(self) -> str:
         return f"{self._folder}: tensorboard --logdir {self._folder}"
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, _: object = None, /) -> bool:
         folder = self._folder / (run.name.replace(" ", "-") if run.study else "study")
         if run.key not in self._open:
             if is_noted(folder, run):
