@@ -37,8 +37,8 @@ def detected_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvC
     for name in columns:
         if name not in headers[delimiter]:
             hint = shorten(did_you_mean(name, headers[delimiter]), 200)
-            how = f"read with {shown(delimiter)}; `data.csv.delimiter` sets it"
-            raise DataError(f"{path}: has no column `{name}` ({how}). {hint}")
+            other = "" if len(headers[delimiter]) > 1 else "; `data.csv.delimiter` sets another delimiter"
+            raise DataError(f"{path}: has no column `{name}` (read with {shown(delimiter)}{other}). {hint}")
     if delimiter != (config.delimiter or ","):
         contradicts = ", not as `data.csv` says" if config.delimiter else ""
         _logger.info("%s: read with %s%s", path, shown(delimiter), contradicts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from hpo.evaluation.cautions import baseline_warnings
+from hpo.evaluation.detailed import baseline_warnings
 from hpo.report.detailed import (
     Detailed,
     evaluations_of,

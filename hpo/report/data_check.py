@@ -16,7 +16,7 @@ from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number, format_percent
 from hpo.report.terminal import Part, Rows
 from hpo.tasks.tokenized_split import Windowing
-from hpo.trial.objectives import check_metrics
+from hpo.trial.objectives import check_metric_names, check_metric_values
 
 _QUANTILES = {50: "median length", 90: "90% quantile", 99: "99% quantile", 100: "longest"}
 MAX_CLASSES = 12
@@ -120,7 +120,8 @@ class DataCheck:
 def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     """Read, check and tokenise the data of a study. Raises InputError like a run of it."""
     dataset = load_data(config.data)
-    check_metrics(config, dataset)
+    check_metric_names(config, dataset.tasks)
+    check_metric_values(config, dataset)
     facts = data_facts(dataset)
     choices = getattr(config.search_space.get("encoder"), "choices", ())
     encoder = build_trial_config(config, {"encoder": choices[0]} if choices else {}, "fp32").encoder

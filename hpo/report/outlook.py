@@ -21,7 +21,6 @@ from hpo.study.sampling.forecast import (
     training_share,
 )
 from hpo.study.sampling.promotion import (
-    BUDGET_SPENT,
     Promotion,
     Rung,
     Standings,
@@ -29,6 +28,7 @@ from hpo.study.sampling.promotion import (
     promotion_of,
     rungs_of,
 )
+from hpo.study.store.studies import BUDGET_SPENT
 
 _FINISHED = ("COMPLETE", "PRUNED", "FAIL")
 

@@ -93,7 +93,7 @@ def precision_facts(trial: TrialRecord) -> str:
     if not precision:
         return "Nothing about its precision is stored."
     verdict = {
-        True: "the observation agrees",
+        True: "as requested",
         False: "this is NOT the requested precision",
         None: "the precision is unverified",
     }[precision.get("agrees") if precision.get("observed") else None]
@@ -117,7 +117,7 @@ def observed_precision(trial: TrialRecord) -> str:
         return "nothing"
     products = dict(observed.get("linear_products", {}))
     unmeasured = products.pop("unmeasured", 0)
-    seen = [f"{count} weights multiplied in {name}" for name, count in products.items()]
+    seen = [f"products of {count} weight matrices in {name}" for name, count in products.items()]
     seen += [f"{unmeasured} weights not measured"] if unmeasured else []
     seen += [f"{count} float8 layers"] if (count := observed.get("float8_linears")) else []
     seen.append("TF32 on" if observed["tf32"] else "TF32 off")

@@ -26,8 +26,7 @@ from hpo.random_numbers import generator_states, manual_seed, set_generator_stat
 from hpo.training.budget import TrainState
 from hpo.training.checkpoint import Checkpoint, intact_checkpoints
 from hpo.trial.executor import Executor
-from hpo.trial.measure import Side, Work
-from hpo.trial.nonfinite import is_finite
+from hpo.trial.measure import Side, Work, is_finite
 from hpo.trial.parts import TrialParts, build_trial, training_args
 from hpo.trial.run import checkpoint_key
 

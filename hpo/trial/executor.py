@@ -13,9 +13,8 @@ import itertools
 import logging
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ import torch
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
 from hpo.config.limits import ENERGY, broken_limits, check_energy, violations
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
-from hpo.config.search_space import SearchSpace, lowest
+from hpo.config.search_space import SearchSpace, decode, lowest
 from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import AUTO, MODEL_SETTINGS, OF_TASKS
+from hpo.config.trial_settings import AUTO, MODEL_SETTINGS, OF_TASKS, OWN_LOOP_SETTINGS, TrialSettings
+from hpo.data.dataset import DataSet
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
 from hpo.errors import (
     BrokenEncoderError,
@@ -36,27 +36,27 @@ from hpo.errors import (
     TrialEnd,
     did_you_mean,
 )
-from hpo.extensions import is_own, metrics_of
+from hpo.extensions import CALLBACKS, TRIAL, TRIALS, is_own
 from hpo.lost_device import lost_device_raised, raise_if_lost
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
-from hpo.models.encoder import is_causal
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome, TrialResult
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.environment import refuse_overrides
-from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig
-from hpo.tasks.kind import Task, kind_of
+from hpo.precision.environment import environment_overrides, refuse_overrides
+from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig, resolve, support
+from hpo.tasks.kind import Task
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import drop_compiled
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank, world_size
 from hpo.training.losses import check_loss
-from hpo.training.metrics import score
 from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metric_names, check_metric_values, limited_values
-from hpo.trial.parts import TrialLoader, build_trial, fit_pruner
+from hpo.trial.own_loop import Run
+from hpo.trial.own_trial import Checked, OwnConfig, OwnParts, OwnTrial, Params
+from hpo.trial.parts import TrialLoader, build_trial
 from hpo.trial.run import TrialRun
 from hpo.trial.telemetry import Callbacks, TrialRecorder, device_facts
 from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
@@ -64,7 +64,6 @@ from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
-CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it.%s"
 
 
 class Executor:
@@ -122,10 +121,6 @@ class Executor:
     def fingerprint(self) -> str:
         """Hash of the data; empty for a study whose own code loads them."""
         return self.dataset.fingerprint
-
-    def fit_pruner(self) -> tuple[StudyConfig, str]:
-        """Return the study with the pruner for its data, and the reason."""
-        return fit_pruner(self.study, self.dataset)
 
     @property
     def study(self) -> StudyConfig:
@@ -272,7 +267,6 @@ class Executor:
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
         with lost_device_raised(self.device):
-            self._check_own_metrics()
             for named in _to_check(space):
                 try:
                     self._check_parts(lowest_values | named)
@@ -280,14 +274,6 @@ class Executor:
                     if not space.keys() & (set(MODEL_SETTINGS) - named.keys()):
                         raise
                     self._check_parts(others | named)
-
-    def _check_own_metrics(self) -> None:
-        """Call the metrics of the study's own code with equal predictions; they may be undefined there."""
-        for task in self.tasks:
-            if metrics_of(task.kind) and task.level == "sequence":
-                rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
-                with errors_of_code(), warnings.catch_warnings(action="ignore"):
-                    score(task, [kind_of(task).truth(rows[0])] * len(rows), rows)
 
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         with errors_of_code():
@@ -312,7 +298,6 @@ class Executor:
                     "of this study's data are not finite, in fp32 and before any training; first: "
                     f"{side.origin()['first_nonfinite'] or 'not known'}."
                 )
-            _warn_if_causal(parts.model)
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
@@ -329,15 +314,6 @@ class Executor:
             for names in getattr(searched, "choices", ()):
                 if names != AUTO:
                     set_float32_parts(model, names)
-
-
-def _warn_if_causal(model: MultitaskModel) -> None:
-    by_token = [task for task in model.tasks if task.level == "token"]
-    if by_token and is_causal(model.encoder):
-        first = {marked for task in by_token if (marked := kind_of(task).at_first_token)}
-        more = f" The first token, where `{'`, `'.join(first)}` is marked, knows nothing of the text."
-        names = ", ".join(task.name for task in by_token)
-        _logger.warning(CAUSAL, type(model.encoder).__name__, names, more if first else "")
 
 
 def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:
@@ -370,3 +346,82 @@ def follow(runs_dir: Path) -> None:
             resolved = resolve_study(study, probe_device(study.device))
             executor, known = Executor(resolved, runs_dir), trial_definition
         executor.run(params, None, "")
+
+
+def build_executor(resolved: ResolvedStudy, runs_dir: Path, *, checks_values: bool = True) -> Executor:
+    """Return the executor for a study with or without a training loop of its own."""
+    executor = OwnLoopExecutor if resolved.config.has_own_loop else Executor
+    return executor(resolved, runs_dir, checks_values=checks_values)
+
+
+class OwnLoopExecutor(Executor):
+    """Runs trials of a study with its own training loop on one device."""
+
+    def _load(self) -> None:
+        if world_size() > 1:
+            raise InputError(
+                "a study with its own training loop (`@hpo.trial`) must run each trial in one process, but "
+                f"torchrun started {world_size()}. Start `hpo run --workers {world_size()}` instead."
+            )
+        own = [name for name in CALLBACKS if CALLBACKS.hash_of(name) in self.study.code.values()]
+        if own:
+            raise InputError(
+                f"the callback `{own[0]}` needs the training loop of hpo, but the study's code has its own "
+                "(`@hpo.trial`). Call it there."
+            )
+        self.dataset = DataSet((), {}, fingerprint="")
+        self._train = TRIALS[TRIAL].make
+
+    def _trial(
+        self,
+        params: Mapping[str, Any],
+        recorder: TrialRecorder,
+        callbacks: Callbacks,
+        counter: EnergyCounter | None,
+    ) -> OwnTrial:
+        parts = build_own_parts(self.resolved, params, recorder.note)
+        return OwnTrial(parts, lambda trial: self._train(Run(trial)), recorder, callbacks, counter)
+
+    def check_study(self) -> None:
+        """Run the training function in fp32, up to its first step, before the study is stored.
+
+        Raises InputError, and DeviceLostError where this process has lost its GPU.
+        """
+        params = lowest(self.study.search_space) | {PRECISION: "fp32"}
+        trial = self._trial(params, TrialRecorder(), NO_CALLBACKS, None)
+        trial.checks_only = True
+        with lost_device_raised(self.device):
+            try:
+                with errors_of_code():
+                    trial.run(None, "")
+            except Checked:
+                return
+            except TrialEnd as end:
+                raise InputError(f"the training function cannot run in fp32: {end}") from end
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):  # another device may have more memory
+                    raise
+
+
+def build_own_parts(
+    resolved: ResolvedStudy, params: Mapping[str, Any], note: Callable[..., None] = lambda **_: None
+) -> OwnParts:
+    """Resolve the settings and the precision of a trial, and record the precision with `note`.
+
+    Raises TrialEnd if the precision cannot run here.
+    """
+    study, device = resolved.config, resolved.device
+    fixed = study.training.model_dump(exclude_unset=True)
+    own = fixed.pop("option", {})
+    values = {**fixed, **own, **decode(study.search_space, params)}
+    known = TrialSettings.model_validate({key: values[key] for key in OWN_LOOP_SETTINGS if key in values})
+    requested = known.fp_precision or resolved.preset_precision
+    amp = resolved.amp
+    if known.init_scale is not None:
+        amp = amp.model_copy(update={"init_scale": known.init_scale})
+    note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})
+    resolution = resolve(requested, device, amp)
+    note(precision=asdict(resolution), environment=environment_overrides())
+    services = known.model_dump(include={*OWN_LOOP_SETTINGS}) | {PRECISION: requested}
+    config = OwnConfig(Params({**values, **services}), known.seed, known.max_grad_norm, amp)
+    return OwnParts(study, device, config, resolution)

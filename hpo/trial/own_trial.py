@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpo.config.limits import ENERGY, MEASURED_METRICS
-from hpo.config.study_checks import UNMEASURED
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import OWN_LOOP_SETTINGS
 from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
@@ -405,25 +403,6 @@ class OwnTrial(BaseRun):
 
     def _budget_used(self) -> float:
         return self._done
-
-    def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
-        del evaluation
-        if metric == ENERGY:
-            missing = self.energy_counter and self.energy_counter.missing
-            return missing or "no stretch of steps was long enough."
-        return "the trial made too few steps after its warm-up, with `amp.step` or `run.count_step`."
-
-    def _why_undefined(self) -> str:
-        if not self.state.num_evaluations:
-            return (
-                "the training function must call `run.report` with the metric of each objective, but it has "
-                "returned without a report."
-            )
-        measured = ", ".join(name for name in MEASURED_METRICS if name not in UNMEASURED)
-        return (
-            "each objective and limit must name a metric that the training function reports, but no report "
-            f"had `{self.undefined}` beside the others. Report it, or name another, or one of {measured}."
-        )
 
 
 def _state_of(one: Any, name: str = "") -> Any:

@@ -346,6 +346,8 @@ def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
     """
     training, pruner = study.training, study.pruner
     is_given = "pruner.name" in study.given
+    if study.has_own_loop:
+        return study, "it is set in the study file" if is_given else "the study's own code trains"
     if training.max_steps or training.max_seconds or study.search_space.keys() & {*BUDGETS}:
         default = "it is the default for trials that are not measured in epochs"
         return study, "it is set in the study file" if is_given else default

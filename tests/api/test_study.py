@@ -189,7 +189,7 @@ def test_train_check_and_verify_need_no_database(folder: Path) -> None:
         ("run", {"timeout": 0.0}, "`timeout` must be > 0"),
         ("run", {"workers": 2, "workers_per_device": 2}, "Give one of them"),
         ("run", {"until": "teatime"}, "teatime"),
-        ("compare", {"question": "precison"}, "`question` must be one of precisions, .*, but got precison"),
+        ("compare", {"question": "precison"}, "one of precisions, base_precision, .*, but got precison"),
         ("compare", {"top": 0}, "`top` must be > 0"),
         ("deploy", {"threads": -1}, "`threads` must be > 0"),
         ("plan", {"workers": -3}, "`workers` must be > 0"),

@@ -6,7 +6,6 @@ does by default, in unsorted batches of 8. `run_plain`, a loop as a careful user
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import tempfile
@@ -29,9 +28,7 @@ LOADERS = {"cpu": 0, "cuda": 2}
 CHUNK_BATCHES = 50
 """Batches among which a plain loop sorts by length, as Trainer does."""
 SEED = 42
-NEEDS = {"trainer": "accelerate", "lightning": "lightning"}
-"""The packages that contenders need beside the project's, by the first word of their names."""
-LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
 class PeerModel(nn.Module):
@@ -85,12 +82,6 @@ class PeerModel(nn.Module):
 
     def multi_label_loss(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(logits, target)
-
-
-def missing(contender: str) -> str:
-    """The package that a contender lacks here; empty if none."""
-    package = NEEDS.get(contender.split("-")[0], "")
-    return package if package and importlib.util.find_spec(package) is None else ""
 
 
 def minilm_folder() -> str:
@@ -233,27 +224,18 @@ def trainer_arguments(workload: Workload, precision: str, folder: str, **more: A
     return TrainingArguments(output_dir=folder, **(ours | more))
 
 
-def fit_lightning(
-    model: PeerModel,
-    optimizers: Callable[[Any], Any],
-    precision: str,
-    batches: Sequence[Any],
-    on_step: Callable[[], None] = lambda: None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """A Lightning Trainer with its defaults but for `options` that has trained, and its module.
-
-    `optimizers` makes of the parameters what `configure_optimizers` returns. `batches` are of training, and
-    of validation where that is to follow.
-    """
+def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Lightning with its defaults: random order, its autocast plugin, no gradient clipping."""
     import lightning as L
+    from torch.utils.data import DataLoader
 
+    clock = StepClock()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model = PeerModel(read_tasks(folder))
 
         def training_step(self, batch: Any, _index: int) -> Tensor:
             return self.model(**batch)["loss"]
@@ -264,33 +246,17 @@ def fit_lightning(
             return output
 
         def on_train_batch_end(self, *_: Any) -> None:
-            on_step()
+            clock.step()
 
         def configure_optimizers(self) -> Any:
-            return optimizers(self.parameters())
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    defaults = {**dict.fromkeys(quiet, False), "max_epochs": 1}
-    trainer = L.Trainer(accelerator="cpu", precision=LIGHTNING[precision], **(defaults | options))
-    module = Module()
-    trainer.fit(module, *batches)
-    return trainer, module
-
-
-def adamw(rate: float) -> Callable[[Any], torch.optim.Optimizer]:
-    return partial(torch.optim.AdamW, lr=rate, weight_decay=WEIGHT_DECAY)
-
-
-def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
-    """Lightning with its defaults: random order, its autocast plugin, no gradient clipping."""
-    from torch.utils.data import DataLoader
-
-    clock = StepClock()
     torch.manual_seed(SEED)
     train, validation = read_splits(folder, workload)
-    shuffled = DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad)
-    model = PeerModel(read_tasks(folder))
-    trainer, module = fit_lightning(model, adamw(LEARNING_RATE), precision, [shuffled], clock.step)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {"accelerator": "cpu", "precision": LIGHTNING[precision], "max_epochs": 1}
+    trainer, module = L.Trainer(**dict.fromkeys(quiet, False), **options), Module()
+    trainer.fit(module, DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad))
     batches = DataLoader(validation, 8, collate_fn=pad)
     evaluate = partial(trainer.validate, module, batches, verbose=False)
     return clock.rates(workload.batch_size, evaluate, len(validation))

@@ -298,10 +298,7 @@ def cells() -> list[Cell]:
         Cell("no difference, the same rows flip, 1,000 rows", accuracy, Accuracy(same_rows=True), 0.0),
         Cell("loss of 0.5 in all runs and rows, 1,000 rows", accuracy, Accuracy(loss=0.5), 0.5),
         Cell(
-            "loss of 0.5, the same rows flip, 1,000 rows",
-            accuracy,
-            Accuracy(loss=0.5, same_rows=True),
-            0.5,
+            "loss of 0.5, the same rows flip, 1,000 rows", accuracy, Accuracy(loss=0.5, same_rows=True), 0.5
         ),
         Cell("loss of 0.5 % of the rows, 1,000 rows", accuracy, Accuracy(rows=0.005), 0.5),
         Cell(

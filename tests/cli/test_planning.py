@@ -80,3 +80,8 @@ def test_plan_measures_first_and_then_uses_the_trials(tmp_path: Path) -> None:
     text = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--hours", "0.01"))
     assert "of the budget of 36 s" in text.out
     assert "The losses that `hpo compare` cannot exclude are " in text.err
+
+
+def test_a_plan_in_label_units_has_no_default_margin(tmp_path: Path) -> None:
+    write_study(tmp_path, objective={"metric": "burden/mae", "direction": "minimize"})
+    assert ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json["limit"] == ""

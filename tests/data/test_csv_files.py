@@ -86,10 +86,7 @@ GOOD = excel(ROWS)
     ("content", "message"),
     [
         (b"\xef\xbb\xbf\r\n", "the file is empty"),
-        (
-            GOOD.replace(";", ":").encode(),
-            "has no column `Text` (read with `,`; `data.csv.delimiter` sets it)",
-        ),
+        (GOOD.replace(";", ":").encode(), "has no column `Text` (read with `,`; `data.csv.delimiter` sets"),
         (GOOD.encode("cp1252"), "must be UTF-8, but cannot be decoded: invalid"),
         (GOOD.encode("utf-16"), "holds zero bytes, as UTF-16 does. Save it as UTF-8 text, or"),
         (GOOD.partition("\nund")[0].encode(), "train.csv:3: must be CSV, but the row that begins here"),

@@ -51,17 +51,6 @@ def texts(dataset: DataSet) -> list[str]:
     return [row.text for row in dataset.splits["train"]]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_csv_files_are_read_like_any_csv(end: str, folder: Path) -> None:
-    """German Excel: semicolons, a byte order mark, a quoted line break and a blank line."""
-    for split in SPLITS:
-        lines = ["id;text;t", f'{split}1;"one\ntwo; three";None', "", f"{split}2;four;ja"]
-        (folder / f"{split}.csv").write_bytes(("\ufeff" + end.join(lines)).encode())
-    dataset = hub(folder)
-    assert texts(dataset) == ["one\ntwo; three", "four"]
-    assert [row.labels["t"] for row in dataset.splits["train"]] == ["None", "ja"]
-
-
 def test_a_broken_file_is_refused_with_its_cause(folder: Path) -> None:
     for split in SPLITS:
         (folder / f"{split}.jsonl").write_text('{"text": "a", "text": "b"}\n')
@@ -76,10 +65,7 @@ def test_settings_of_csv_are_refused_for_other_files(folder: Path) -> None:
         hub(folder, csv={"list_separator": ","})
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("column_names", ["id", "text", "t"]), ("na_values", ["a"])],
-)
+@pytest.mark.parametrize(("option", "value"), [("column_names", ["id", "text", "t"]), ("na_values", ["a"])])
 def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
     write_csv(folder, "id,text,t", "{}1,one,a", "{}2,two,b")
     write_card(folder, {"configs": [{**FILES, option: value}]})

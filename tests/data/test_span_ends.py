@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,26 +48,9 @@ def test_few_odd_spans_are_not_reported() -> None:
     assert "as in `[Ann]abel` (row `row0`)" in str(ends.odd())
 
 
-def test_sources_share_the_first_odd_span() -> None:
-    ends, other, last = SpanEnds(), SpanEnds(), SpanEnds()
-    ends.add("r0", "Annabel", 0, 7)
-    for row in ("r1", "r2"):
-        other.add(row, "so Ann", 2, 6)
-        last.add(row, "Annabel", 0, 3)
-    for one in (other, last):
-        ends.merge(one)
-    assert ends.odd() == OddSpans(num_spans=5, num_odd=4, row="r1", excerpt="so[ Ann]")
-
-
 def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
     tasks = {"who": {"kind": "token_classification", "span_names": ["name"]}}
     rows = [{"id": f"r{n}", "text": "so Ann\nmet", "spans": {"name": [[2, 5]]}} for n in range(4)]
     write_set(tmp_path, tasks, train=rows, validation=[{**row, "id": f"v{row['id']}"} for row in rows])
     (task,) = data_facts(load_set(tmp_path)).tasks
     assert task.odd_spans == OddSpans(num_spans=8, num_odd=8, row="r0", excerpt="so[ An]n met")
-
-
-@pytest.mark.parametrize("name", ["snips", "squad2", "nlupp", "sgd"])
-def test_spans_of_published_sets_are_not_odd(name: str, real_set: Callable[[str], Path]) -> None:
-    facts = data_facts(load_set(real_set(name)))
-    assert [task.odd_spans for task in facts.tasks] == [None] * len(facts.tasks)

@@ -167,12 +167,6 @@ def test_every_reader_reports_a_bad_cell(reader: str, tmp_path: Path) -> None:
     assert [f"labels.t{ONE_CLASS}'[1 2]'" in line for line in rest] == [True, True]
 
 
-@pytest.mark.parametrize("cells", [["[]", "[1]", "c", "d"], [1.5, 2.5]])
-def test_bad_classes_are_refused_during_inference(cells: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"labels\.t must be one class, as text or a whole number, but got"):
-        read(tmp_path, "jsonl", {"t": {"kind": ONE}}, {"t": cells})
-
-
 def test_a_column_without_labels_is_refused(tmp_path: Path) -> None:
     message = r"task `t` must have at least 2 classes, but its rows have `\[\]`. Label more rows"
     with pytest.raises(DataError, match=message):
@@ -222,24 +216,7 @@ def test_every_reader_refuses_equal_spans(reader: str, tmp_path: Path) -> None:
     assert "and 3 more like these" in str(caught.value)
 
 
-TWICE = '{"person": [[0, 3]], "person": [[7, 11]]}'
 MAP = pa.map_(pa.string(), pa.list_(pa.list_(pa.int64())))
-
-
-@pytest.mark.parametrize(
-    ("reader", "cells", "message"),
-    [
-        ("csv", [TWICE], "column spans must be JSON.*the key `person` must occur once"),
-        (
-            "parquet",
-            pa.array([[("person", [[0, 3]]), ("person", [[7, 11]])]], MAP),
-            r"train\.parquet: .*person",
-        ),
-    ],
-)
-def test_a_repeated_key_is_refused(reader: str, cells: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        read(tmp_path, reader, PERSON, {"spans": cells})
 
 
 def test_maps_of_parquet_are_spans_by_name(tmp_path: Path) -> None:
@@ -248,14 +225,3 @@ def test_maps_of_parquet_are_spans_by_name(tmp_path: Path) -> None:
     assert [dict(row.spans) for row in dataset.splits["train"]] == [{"person": [(0, 3)]}, {}, {}]
     with pytest.raises(DataError, match=r"map.*Download the files and use `source: parquet`"):
         read(tmp_path, "hub parquet", PERSON, {"spans": spans})
-
-
-def test_an_error_of_a_cell_is_no_error_of_the_parquet_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any, **_more: Any) -> Any:
-        raise KeyError("of the kind")
-
-    monkeypatch.setattr(KINDS[ONE], "from_cell", broken)
-    with pytest.raises(KeyError, match="of the kind"):
-        read(tmp_path, "parquet", {"t": {"kind": ONE}}, {"t": ["a", "b"]})

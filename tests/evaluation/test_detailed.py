@@ -17,10 +17,15 @@ from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.examples import RowChecker
 from hpo.data.tasks import parse_tasks
-from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.contributions import baselines
-from hpo.evaluation.detailed import class_figures, confusion, evaluate_predictions, predict_split
-from hpo.evaluation.mistakes import worst_mistakes
+from hpo.evaluation.detailed import (
+    class_figures,
+    confusion,
+    evaluate_predictions,
+    predict_split,
+    task_warnings,
+    worst_mistakes,
+)
 from hpo.evaluation.record import DetailedEvaluation
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task

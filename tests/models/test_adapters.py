@@ -227,8 +227,7 @@ def test_adapters_of_a_decoder_are_searched_merged_and_deployed(tmp_path: Path) 
     training = {**WINDOWS, "max_steps": 8, "lora_targets": ["q_proj", "v_proj"], "base_precision": "int8"}
     model = {"encoder": DECODERS["qwen3"]}
     path = write_every_kind(tmp_path, model=model, training=training, search_space=space, n_trials=3)
-    ran = ok(hpo_command(tmp_path, "run", path.name))
-    assert "In this Qwen3Model a token sees only the text before it" in ran.err
+    ok(hpo_command(tmp_path, "run", path.name))
     assert ok(hpo_command(tmp_path, "status", path.name, "--json")).json["outcomes"] == {"complete": 3}
     refused = hpo_command(tmp_path, "best", path.name, "--merge")
     assert (refused.exit_code, "give --export DIR, too" in refused.err) == (2, True)

@@ -87,20 +87,6 @@ def test_every_kind_of_task_trains_and_resumes_bit_for_bit(tmp_path: Path, name:
     assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]
 
 
-def test_check_warns_of_a_decoder_for_tasks_of_tokens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_every_kind(tmp_path, model={"encoder": DECODERS["qwen3"]}, search_space={})
-    executor = Executor(resolve_study(load_study(path), CPU), tmp_path / "runs")
-    executor.check_study()
-    assert "sees only the text before it, but reason, places, evidence, name may need" in caplog.text
-    assert "The first token, where `no answer` is marked, knows nothing of the text." in caplog.text
-    caplog.clear()
-    executor.loader.tasks = tuple(task for task in executor.tasks if task.name == "places")
-    executor.check_study()
-    assert caplog.messages[-1].endswith("but places may need the text after it.")
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_tied_checkpoint_in_16_bits_loads_in_fp32(tmp_path: Path, name: str, dtype: torch.dtype) -> None:

@@ -5,13 +5,10 @@ from typing import Any
 
 import pytest
 from support.study_records import (
-    DEVICE,
-    GPU,
     fake_record,
     fake_tables,
     fake_trial,
     tables_of,
-    two_device_record,
     with_values,
 )
 
@@ -63,19 +60,6 @@ def test_no_trial_beats_the_throughput_front() -> None:
         assert not [1 for other_x, other_y in points(chart) if other_x > x and other_y > y]
     assert "3 omitted" in chart.caption
     assert len(points(chart)) == 24
-
-
-def test_kinds_of_device_have_their_own_throughput_charts() -> None:
-    record = two_device_record()
-    charts = metric_throughput(StudyTables(record))
-    for chart, device in zip(charts, (DEVICE["name"], GPU["name"]), strict=True):
-        assert chart.title.endswith(f" on {device}")
-        speeds = [
-            trial.telemetry["throughput"]["train_examples_per_second"]
-            for trial in record.trials
-            if trial.telemetry["device"]["name"] == device and trial.values
-        ]
-        assert sorted(x for x, _ in points(chart)) == sorted(speeds)
 
 
 def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:

@@ -21,11 +21,7 @@ from support.detailed_documents import (
 )
 from support.study_records import fake_trial, record_of
 
-from hpo.report.detailed import (
-    Detailed,
-    classes_table,
-    headline,
-)
+from hpo.report.detailed import Detailed, classes_table, headline
 from hpo.report.detailed_page import HEADING, marked_text
 from hpo.report.report import write_report
 
@@ -68,13 +64,6 @@ def test_classes_are_sorted_by_frequency_then_f1() -> None:
 
 
 # The page
-
-
-def test_first_screen_has_the_score_with_its_interval(tmp_path: Path) -> None:
-    text = write(tmp_path, every_kind(), document({}, "validation")).read_text()
-    value = "0.712 [0.682,\u00a00.742] (best constant prediction 0.25)"
-    assert f"<dt>score on test</dt><dd>{value}</dd>" in text.partition(HEADING)[0]
-    assert text.count("<dt>score on") == 1
 
 
 def test_section_has_metrics_warnings_and_marked_errors(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.progress import StudyDisplay
 from hpo.report.status import study_status
-from hpo.report.terminal import print_parts, text_table
+from hpo.report.terminal import print_parts
 from hpo.study.reading.study_record import WorkerRecord
 from hpo.study.reading.watch import StudyProgress
 
@@ -127,15 +127,6 @@ def test_status_shows_live_workers(screen: Screen) -> None:
     record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
     print_parts(screens.status(record, study_status(record)))
     assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
-
-
-@pytest.mark.parametrize("screen", [40, 80], indirect=True)
-def test_no_word_of_a_table_is_broken(screen: Screen) -> None:
-    row = {"task": "criteria", "split": "validation", "labelled": "24", "unlabelled": "0%", "no label": "25%"}
-    row |= {"several labels": "37.5%", "contradicting": "0"}
-    screen.console.print(text_table([row], "labels"))
-    assert {*" ".join([*row, *row.values()]).split()} <= {*screen.text.split()}
-    assert screen.fits()
 
 
 @pytest.mark.parametrize("screen", [60, 120], indirect=True)

@@ -146,9 +146,7 @@ def every_kind() -> dict[str, Any]:
         worst=[error("row-7", TEXT, [["answer", 15, 24]], [["answer", 11, 30]])],
     )
     stars = task_document(
-        "regression",
-        {"r2": 0.41, "mae": 0.83, "rmse": 1.1},
-        worst=[error("row-8", TEXT, 1.0, 4.27, 3.27)],
+        "regression", {"r2": 0.41, "mae": 0.83, "rmse": 1.1}, worst=[error("row-8", TEXT, 1.0, 4.27, 3.27)]
     )
     return document({"topic": topics, "tags": tags, "phrases": spans, "why": answer, "stars": stars})
 

@@ -201,13 +201,7 @@ def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
     return config
 
 
-def run(
-    storage: Storage,
-    config: StudyConfig,
-    score: Score,
-    *,
-    trials: int = 10**6,
-) -> StudyRecord:
+def run(storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6) -> StudyRecord:
     """Work on the study, for so many trials at most."""
     stop, left = Stop(), [trials]
 

@@ -38,10 +38,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "roberta": ({**BERT, "model_type": "roberta", "type_vocab_size": 1}, "sdpa"),
     "distilbert": ({**DISTILBERT, "max_position_embeddings": 64}, "sdpa"),
     "modernbert": ({**BERT, "model_type": "modernbert"}, "sdpa"),
-    "deberta-v2": (
-        {**BERT, "model_type": "deberta-v2", **RELATIVE, "pos_att_type": ["p2c", "c2p"]},
-        "eager",
-    ),
+    "deberta-v2": ({**BERT, "model_type": "deberta-v2", **RELATIVE, "pos_att_type": ["p2c", "c2p"]}, "eager"),
     "mpnet": ({**BERT, "model_type": "mpnet"}, "eager"),
     "electra": ({**BERT, "model_type": "electra", "embedding_size": 16}, "sdpa"),
 }

@@ -102,11 +102,6 @@ def test_idle_seconds_ignore_changes_of_the_database_clock(monkeypatch: pytest.M
     assert idle == [0.0, 10.0, 0.0, 10.0]
 
 
-def test_empty_reason_replaces_earlier_reason(tracked: TrackedStudy) -> None:
-    tracked.run("complete", reason="")
-    assert runs_of(tracked.record, "token")[0].facts["outcome_reason"] == ""
-
-
 def test_content_of_trial(tracked: TrackedStudy) -> None:
     tracked.run("complete", "nonfinite")
     whole, broken = runs_of(tracked.record, "token")
@@ -121,7 +116,7 @@ def test_content_of_trial(tracked: TrackedStudy) -> None:
     assert whole.results.items() >= results.items()
     assert "trial/score" not in broken.results
     facts = {"requested": "bf16", "effective": "fp32", "agrees": "false", "reason": "no AMX"}
-    facts["observed"] = "3 weights multiplied in bfloat16, TF32 off, not compiled"
+    facts["observed"] = "products of 3 weight matrices in bfloat16, TF32 off, not compiled"
     assert {name: whole.facts[f"precision_{name}"] for name in facts} == facts
     assert (broken.facts["outcome"], broken.facts["device"]) == ("nonfinite", "Example CPU")
 

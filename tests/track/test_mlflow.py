@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import pytest
 import sqlalchemy as sa
 from support.command_line import finish, hpo_command, start_hpo, wait_until
 from support.mlflow_server import MlflowServer, all_runs, client, experiment_of, runs
-from support.tracked_study import TELEMETRY, TrackedStudy
+from support.tracked_study import TrackedStudy
 from support.worker_process import start_process
 
 from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
 from hpo.track.follow import Follower
 from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
-from hpo.track.runs import runs_of
 
 
 def test_each_trial_is_one_run(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
@@ -82,24 +80,6 @@ def test_repeated_call_adds_changes_alone(tracked: TrackedStudy) -> None:
     assert tracked.tracked("mlflow")["changed"] == 3
     tags = runs(tracked.name)["trial 0"]["tags"]
     assert (tags["mine"], tags["ticket"]) == ("kept", "7")
-
-
-@pytest.mark.usefixtures("mlflow_server")
-def test_former_facts_are_emptied_and_tags_of_user_stay(tracked: TrackedStudy) -> None:
-    tracked.run("complete")
-    run = runs_of(tracked.record, "token")[0]
-    tracker = MlflowTracker(tracked.name, "token")
-    tracker.show(run)
-    before = runs(tracked.name)["trial 0"]
-    assert (before["tags"]["precision_agrees"], before["tags"]["precision_reason"]) == ("false", "no AMX")
-    client().set_tag(before["id"], "mine", "kept")
-    telemetry = {**TELEMETRY, "precision": {"requested": "fp32", "effective": "fp32"}}
-    trial = replace(tracked.record.trials[0], reason=None, telemetry=telemetry)
-    tracker.show(runs_of(replace(tracked.record, trials=[trial]), "token")[0])
-    tags = runs(tracked.name)["trial 0"]["tags"]
-    assert tags["mine"] == "kept"
-    emptied = ("outcome_reason", "precision_reason", "precision_agrees")
-    assert [tags[name] for name in emptied] == [""] * 3
 
 
 def test_follow_survives_outage_of_server(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
@@ -249,21 +229,6 @@ def test_two_commands_create_database_at_once(tracked: TrackedStudy, monkeypatch
     with sa.create_engine(os.environ["MLFLOW_TRACKING_URI"]).connect() as connection:
         names = connection.exec_driver_sql("SELECT name FROM runs WHERE lifecycle_stage = 'active'").scalars()
         assert sorted(names) == [f"study {tracked.name}", "trial 0", "trial 1"]
-
-
-@pytest.mark.filterwarnings("ignore")  # of MLflow's own models and migrations
-def test_unfinished_database_is_one_error(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another MLflow program is just creating it: it has a table, but no version yet."""
-    place = tracked.folder / "half.db"
-    with sa.create_engine(f"sqlite:///{place}").begin() as connection:
-        connection.exec_driver_sql("CREATE TABLE _alembic_tmp_tags (a INT)")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}")
-    tracked.run("complete")
-    finished = tracked.track("mlflow")
-    assert finished.exit_code == 1
-    assert finished.err.count("Error: ") == 1
-    assert "Traceback" not in finished.err
-    assert f"MLflow at sqlite:///{place} did not answer" in finished.err
 
 
 @pytest.mark.usefixtures("mlflow_server")

@@ -28,15 +28,16 @@ from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.overview import say_damaged
 from hpo.study.reading.reader import read_study
 from hpo.study.store.failures import DATABASE_ERRORS, explain
-from hpo.study.store.foreign import in_state, is_foreign
-from hpo.study.store.lifecycle import checkpoint_config
-from hpo.study.store.optuna_internals import end_trial
-from hpo.study.store.orphans import (
+from hpo.study.store.foreign import (
     count_optuna_orphans,
     deleted_studies,
+    in_state,
+    is_foreign,
     remove_deleted,
     remove_optuna_orphans,
 )
+from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.optuna_internals import end_trial
 from hpo.study.store.storage import Storage, open_storage
 
 
@@ -95,7 +96,7 @@ def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = F
 def _lost_trials(storage: Storage, study: str | None) -> Iterator[Finding]:
     """Find RUNNING trials that no worker of the study made."""
     for name in [row.name for row in storage.read(storage.studies) if study in (None, row.name)]:
-        lost = in_state(name, "RUNNING").where(is_foreign(name))
+        lost = in_state(name, TrialState.RUNNING).where(is_foreign(name))
         for trial_id, number in storage.read(partial(_ids_and_numbers, lost)):
             yield Finding(
                 "lost trials",

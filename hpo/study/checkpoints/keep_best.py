@@ -17,7 +17,7 @@ from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.remote_store import RemoteStore
 from hpo.study.sampling.fronts import loss_signs, pareto_front
-from hpo.study.sampling.promotion import BUDGET_SPENT
+from hpo.study.store.studies import BUDGET_SPENT
 
 _logger = logging.getLogger(__name__)
 

@@ -41,15 +41,13 @@ from hpo.config.sections import NOT_SHARED
 from hpo.errors import LeaseLostError, OutageError, StoppedError, StorageError
 from hpo.outcome import Outcome, TrialResult
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
+from hpo.study.claims.ending import FALLEN_BEHIND, NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
 from hpo.study.claims.lease import Lease as Lease
 from hpo.study.claims.runnable import known_params
 from hpo.study.claims.snapshot import Snapshot, Watch, num_trials_of_points
 from hpo.study.claims.workers import Membership
-from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
 from hpo.study.sampling.promotion import (
-    BUDGET_SPENT,
     PAUSED_ATTR,
     RESUMED_ATTR,
     RUN_ATTRS,
@@ -69,6 +67,7 @@ from hpo.study.store.optuna_internals import (
 )
 from hpo.study.store.schema import claims, evaluations, studies, workers
 from hpo.study.store.storage import is_stored, num_open
+from hpo.study.store.studies import BUDGET_SPENT, SOURCE_ATTR
 
 MAX_REFUSALS = 20
 """After this many failed claims of an unchanged trial, the cause is no faster worker."""
@@ -131,7 +130,7 @@ class WorkerLease(Membership):
             points = self.read_points() if self.read_points else None
             seen = self._watch.read(self.id, self.runnable, points)
             self._warn_of_hosts(seen.hosts)
-            self._end(seen.fallen_behind, seen, NOT_PROMOTED)
+            self._end(seen.fallen_behind, seen, FALLEN_BEHIND)
             trial = next(self._candidates(seen), None)
             if trial is not None:
                 row = seen.rows.get(trial.number)

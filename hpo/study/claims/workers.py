@@ -19,11 +19,11 @@ from hpo.errors import HpoError, OutageError, StoppedError, StorageError
 from hpo.json_safe import json_safe
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.runnable import EVERYTHING, Runnable
+from hpo.study.store.database import ADVICE
 from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import study_state
 from hpo.study.store.process import process_start, this_job, this_machine
 from hpo.study.store.schema import claims, workers
-from hpo.study.store.sqlite_disk import ADVICE
 from hpo.study.store.storage import Storage
 
 BEAT_SECONDS = 2.0

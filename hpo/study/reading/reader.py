@@ -31,10 +31,10 @@ from hpo.study.reading.study_record import (
     best_trials,
 )
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUN_ATTRS, RUNGS_ATTR
-from hpo.study.store import optuna_tables, schema
+from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import snapshot
-from hpo.study.store.foreign import ENDED_OUTSIDE, is_foreign
-from hpo.study.store.optuna_tables import CONSTRAINTS, constraint
+from hpo.study.store.foreign import is_foreign
+from hpo.study.store.optuna_internals import ENDED_OUTSIDE, constraint
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
@@ -67,7 +67,7 @@ def read_study(storage: Storage, name: str, *, brief: bool = False) -> StudyReco
 
 
 def _read(storage: Storage, connection: sa.Connection, name: str, brief: bool) -> StudyRecord:
-    ours, optunas = schema.studies, optuna_tables.studies
+    ours, optunas = schema.studies, optuna_internals.studies
     of_study = sa.select(ours, optunas.c.study_id).join(optunas, optunas.c.study_name == ours.c.name)
     study = connection.execute(of_study.where(ours.c.name == name)).one()
     definition = json.loads(study.definition)
@@ -142,7 +142,7 @@ def _count_of(trial: TrialRecord) -> str:
 
 
 def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
-    table = optuna_tables.study_user_attributes
+    table = optuna_internals.study_user_attributes
     of_study = sa.select(table).where(table.c.study_id == study_id, table.c.key.startswith(COMPARISON_ATTR))
     rows = connection.execute(of_study)
     return {row.key.removeprefix(COMPARISON_ATTR): json.loads(row.value_json) for row in rows}
@@ -159,13 +159,14 @@ class _Trials:
     @property
     def _is_own(self) -> sa.ColumnElement[bool]:
         """The condition for a trial of the study that is not foreign."""
-        return sa.and_(optuna_tables.trials.c.study_id == self.study_id, ~is_foreign(self.study))
+        return sa.and_(optuna_internals.trials.c.study_id == self.study_id, ~is_foreign(self.study))
 
     def foreign(self) -> Counter[str]:
         """Count the foreign trials of the study by state."""
-        trials = optuna_tables.trials
+        trials = optuna_internals.trials
         of_study = (trials.c.study_id == self.study_id, is_foreign(self.study))
-        return Counter(self.connection.execute(sa.select(trials.c.state).where(*of_study)).scalars())
+        states = self.connection.execute(sa.select(trials.c.state).where(*of_study)).scalars()
+        return Counter(state.name for state in states)
 
     def outlines(
         self, attributes: Mapping[int, Mapping[str, Any]], state_of: Mapping[int, tuple[str, str | None]]
@@ -176,22 +177,22 @@ class _Trials:
         """
         values: dict[int, list[float]] = defaultdict(list)
         constraints: dict[int, list[sa.Row[Any]]] = defaultdict(list)
-        for row in self._rows(optuna_tables.values, "objective"):
+        for row in self._rows(optuna_internals.table_of_values, "objective"):
             values[row.trial_id].append(row.value)
-        table = optuna_tables.system_attributes
-        for row in self._rows(table, "key", where=table.c.key.startswith(CONSTRAINTS)):
+        table = optuna_internals.system_attributes
+        for row in self._rows(table, "key", where=table.c.key.startswith("constraints")):
             constraints[row.trial_id].append(row)
         table = schema.evaluations
         columns = (table.c.trial_number, sa.func.count(), sa.func.max(table.c.seconds))
         evaluated = sa.select(*columns).where(table.c.study == self.study).group_by(table.c.trial_number)
         evaluations = {number: facts for number, *facts in self.connection.execute(evaluated)}
-        trials = optuna_tables.trials
+        trials = optuna_internals.trials
         query = sa.select(trials).where(self._is_own).order_by(trials.c.number)
         outlines = {}
         for row in self.connection.execute(query):
-            stored = attributes.get(row.trial_id, {})
+            stored, state = attributes.get(row.trial_id, {}), row.state.name
             running_as, owner = state_of.get(row.number, ("running", None))
-            outcome, reason = _ending(row.state, running_as, stored)
+            outcome, reason = _ending(state, running_as, stored)
             started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
             limits: dict[str, float] = {}
             if ended and "outcome" in stored:  # otherwise somebody else wrote them
@@ -200,7 +201,7 @@ class _Trials:
             num_evaluations, trained_seconds = evaluations.get(row.number, (0, None))
             outlines[row.trial_id] = TrialRecord(
                 number=row.number,
-                state=row.state,
+                state=state,
                 outcome=outcome,
                 reason=reason,
                 params=NOT_READ,
@@ -208,7 +209,7 @@ class _Trials:
                 started=started,
                 ended=ended,
                 seconds=(ended - started).total_seconds() if started and ended else None,
-                attributes=_own({"worker": owner, **stored} if owner else stored, row.state),
+                attributes=_own({"worker": owner, **stored} if owner else stored, state),
                 constraints=limits,
                 telemetry=NOT_READ,
                 evaluations=NotRead(num_evaluations),
@@ -222,7 +223,7 @@ class _Trials:
     ) -> dict[int, TrialRecord]:
         """Return these trials with their parameters, telemetry and detailed evaluations."""
         params: dict[int, dict[str, Any]] = defaultdict(dict)
-        for row in self._rows(optuna_tables.params, "param_id", trials):
+        for row in self._rows(optuna_internals.params, "param_id", trials):
             params[row.trial_id][row.param_name] = _external(row.distribution_json)(row.param_value)
         numbers = {trial.number for trial in trials.values()}
         detailed = read_detailed_evaluations(self.connection, self.study, numbers)
@@ -242,7 +243,7 @@ class _Trials:
     ) -> defaultdict[int, dict[str, Any]]:
         """Return the user attributes (with these `names`) of these trials, or of all."""
         attributes: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        table = optuna_tables.user_attributes
+        table = optuna_internals.user_attributes
         named = table.c.key.in_(names) if names else _ALL
         for row in self._rows(table, "trial_user_attribute_id", trial_ids, where=named):
             decode = StoredJson if row.key == _TELEMETRY else json.loads
@@ -251,7 +252,7 @@ class _Trials:
 
     def with_caution(self) -> set[int]:
         """Return the ids of the trials with a possible warning in their telemetry."""
-        table = optuna_tables.user_attributes
+        table = optuna_internals.user_attributes
         texts = sa.or_(*(table.c.value_json.contains(text) for text in CAUTIONS))
         rows = self._rows(table, "trial_id", where=sa.and_(table.c.key == _TELEMETRY, texts))
         return {row.trial_id for row in rows}
@@ -270,12 +271,12 @@ class _Trials:
 
     def _rows(
         self,
-        table: sa.TableClause,
+        table: sa.Table,
         order: str,
         trial_ids: Collection[int] | None = None,
         where: sa.ColumnElement[bool] = _ALL,
     ) -> Iterable[sa.Row[Any]]:
-        trials = optuna_tables.trials
+        trials = optuna_internals.trials
         in_study = sa.select(trials.c.trial_id).where(self._is_own)
         here: sa.ColumnElement[bool] = table.c.trial_id.in_(in_study)
         if trial_ids is not None and len(trial_ids) <= _MAX_IDS:

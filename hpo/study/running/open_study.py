@@ -32,8 +32,8 @@ from hpo.study.store.database import check_folder
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import StudyEntry, create_or_resume_study, read_stored
 from hpo.training.distributed import world_size
-from hpo.trial.executor import Executor
-from hpo.trial.own_executor import build_executor
+from hpo.trial.executor import Executor, build_executor
+from hpo.trial.parts import fit_pruner
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
 """Processes of the trials of an open study; `in workers`: in the processes of `run_workers`."""
@@ -216,7 +216,7 @@ def _build_executor(resolved: ResolvedStudy, runs_dir: Path, *, checks_values: b
 
 
 def _fit_pruner(executor: Executor) -> StudyConfig:
-    config, reason = executor.fit_pruner()
+    config, reason = fit_pruner(executor.study, executor.dataset)
     executor.resolved = replace(executor.resolved, config=config)
     _logger.info("pruner %s: %s.", config.pruner.name, reason)
     return config

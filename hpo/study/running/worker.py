@@ -49,11 +49,11 @@ from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary, Stop
 from hpo.study.running.supervisor import WorkerProcesses, run_workers
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
-from hpo.study.sampling.promotion import BUDGET_SPENT, RESUMED_ATTR, WHOLE_ATTR, promotion_of
+from hpo.study.sampling.promotion import RESUMED_ATTR, WHOLE_ATTR, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage
-from hpo.study.store.studies import bind_data
+from hpo.study.store.studies import BUDGET_SPENT, bind_data
 from hpo.training.evaluate import Evaluation
 from hpo.trial.best_model import with_scores
 from hpo.trial.compat import checked_on

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpo.study.sampling.promotion import (
-    BUDGET_SPENT,
     PAUSED_ATTR,
     RESUMED_ATTR,
     RUNGS_ATTR,
@@ -23,6 +22,7 @@ from hpo.study.sampling.promotion import (
     Rung,
     is_at_rung,
 )
+from hpo.study.store.studies import BUDGET_SPENT
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,6 @@ RUN_ATTRS = (
     *(PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR),
 )
 """User attributes of a running or ended trial. An enqueued trial has none of them."""
-BUDGET_SPENT = "the budget of the study was not enough for more."
-"""Reason of a trial ended by the study's budget. It continues if the budget is raised."""
 WHOLE_ATTR = "whole"
 """User attribute of an enqueued trial: true if it neither pauses nor is pruned."""
 MOST_PAUSED = 12

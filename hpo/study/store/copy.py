@@ -21,9 +21,9 @@ from hpo.redaction import redact
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import snapshot
 from hpo.study.store.failures import explain
+from hpo.study.store.foreign import remove_optuna_orphans
 from hpo.study.store.lock import exclusive
 from hpo.study.store.optuna_internals import study_id_of
-from hpo.study.store.orphans import remove_optuna_orphans
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
 

@@ -54,7 +54,7 @@ def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
 
 def has_complete(connection: sa.Connection, name: str) -> bool:
     """Return true if a trial of the study is complete."""
-    complete = in_state(name, "COMPLETE").where(~is_foreign(name))
+    complete = in_state(name, TrialState.COMPLETE).where(~is_foreign(name))
     return connection.execute(complete.limit(1)).first() is not None
 
 

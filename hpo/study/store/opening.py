@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from hpo.errors import NoDatabaseError, StorageError
 from hpo.redaction import redact
-from hpo.study.store import optuna_internals, optuna_tables
+from hpo.study.store import optuna_internals
 from hpo.study.store.database import check_folder, connect, parse_url, shown_url, sqlite_path
 from hpo.study.store.lock import exclusive
 from hpo.study.store.schema import VERSION, create_tables, stored_version
@@ -43,8 +43,8 @@ def open_database(url: str, *, create: bool, stop: threading.Event | None = None
         with engine.connect() as connection:
             if not _has_tables(connection, url):
                 raise NoDatabaseError(f"{shown_url(url)} holds no study yet. `hpo run STUDY` makes one.")
-            revision = optuna_tables.revision(connection)
-        if revision != optuna_tables.REVISION:
+            revision = optuna_internals.revision(connection)
+        if revision != optuna_internals.REVISION:
             optuna_storage(engine)  # raises if this Optuna does not know these tables
     except BaseException:
         engine.dispose()

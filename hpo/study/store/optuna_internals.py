@@ -36,7 +36,8 @@ from optuna.study.study import _SYSTEM_ATTR_METRIC_NAMES
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hpo.outcome import Outcome
-from hpo.study.store.foreign import ENDED_OUTSIDE, claimed
+from hpo.study.store.schema import claims
+from hpo.study.store.schema import studies as hpo_studies
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
 """All tables of Optuna. A table comes after the tables that it references."""
@@ -50,6 +51,12 @@ table_of_values = _named["trial_values"]
 user_attributes = _named["trial_user_attributes"]
 system_attributes = _named["trial_system_attributes"]
 intermediate_values = _named["trial_intermediate_values"]
+
+REVISION = "v3.2.0.a"
+"""Version of these tables. For any other version, Optuna checks its tables at opening."""
+ENDED_OUTSIDE = "somebody ended it outside of hpo."
+"""Reason of a trial of hpo after another program ended it."""
+_FEW = 1000  # values that a statement of any database can hold
 
 non_domination_ranks = _fast_non_domination_rank
 """Front of each row of losses [N, K], 0 for the first front."""
@@ -127,7 +134,7 @@ class OwnTrials(_CachedStorage):
         begun = [trial for trial in trials if trial.state != TrialState.WAITING]
         if unknown := [trial for trial in begun if trial.number not in known]:
             with self._backend.engine.connect() as connection:
-                numbers = claimed(connection, study_id, [trial.number for trial in unknown])
+                numbers = _claimed(connection, study_id, [trial.number for trial in unknown])
             if numbers is None:
                 return super().get_all_trials(study_id, deepcopy, states)
             is_claimed = ((trial, trial.number in numbers) for trial in unknown)
@@ -151,6 +158,17 @@ def _as_hpo_ended(trial: FrozenTrial) -> FrozenTrial:
     shown.state, shown.values, shown.system_attrs = TrialState.FAIL, None, {}
     shown.user_attrs = {**trial.user_attrs, "outcome": Outcome.FAILED, "outcome_reason": ENDED_OUTSIDE}
     return shown
+
+
+def _claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set[int] | None:
+    """Return the claimed trials among `numbers`, or None if the study is not one of hpo."""
+    few = len(numbers) < _FEW
+    these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number >= min(numbers)
+    of_hpo = studies.join(hpo_studies, hpo_studies.c.name == studies.c.study_name)
+    with_claims = of_hpo.outerjoin(claims, sa.and_(claims.c.study == studies.c.study_name, these))
+    query = sa.select(claims.c.trial_number).select_from(with_claims).where(studies.c.study_id == study_id)
+    claimed_numbers = {*connection.execute(query).scalars()}
+    return claimed_numbers - {None} if claimed_numbers else None
 
 
 class StudyView(Study):
@@ -195,6 +213,11 @@ def stored_version(connection: sa.Connection) -> str | None:
     """Return the version of Optuna that created the tables, or None for new tables."""
     version: str | None = connection.execute(sa.select(_named["version_info"].c.library_version)).scalar()
     return version
+
+
+def revision(connection: sa.Connection) -> str | None:
+    """Return the version of the tables in a database, or None if it is unknown."""
+    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
 
 
 # Rows
@@ -270,6 +293,13 @@ def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, 
     connection.execute(sa.delete(intermediate_values).where(*of_step))
     new = {"trial_id": trial_id, "step": step, "intermediate_value": value}
     connection.execute(sa.insert(intermediate_values).values(**new, intermediate_value_type="FINITE"))
+
+
+def constraint(key: str, value: Any) -> dict[str, float]:
+    """Return the constraints in a system attribute of a trial, by name."""
+    if key == _CONSTRAINTS_KEY:  # Optuna before 5 stores all of them like this
+        return {str(index): each for index, each in enumerate(value)}
+    return {key.removeprefix(f"{_CONSTRAINTS_KEY}:"): value}
 
 
 def is_unfinished(trial_id: int) -> sa.ColumnElement[bool]:

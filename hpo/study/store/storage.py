@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 import optuna
 import sqlalchemy as sa
 from optuna.study import Study
+from optuna.trial import TrialState
 from sqlalchemy.exc import IntegrityError
 
 from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.redaction import redact
-from hpo.study.store import optuna_tables
+from hpo.study.store import optuna_internals
 from hpo.study.store.availability import Availability
 from hpo.study.store.failures import DATABASE_ERRORS, explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
@@ -43,7 +44,7 @@ COMPARISON_ATTR = "comparison:"
 
 
 def _in_optuna() -> sa.ColumnElement[bool]:
-    made, attributes = optuna_tables.studies, optuna_tables.study_system_attributes
+    made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
     token = sa.literal('"') + studies.c.token + '"'  # JSON
     same_token = (attributes.c.key == TOKEN_ATTR, attributes.c.value_json == token)
     same_study = (made.c.study_name == studies.c.name, attributes.c.study_id == made.c.study_id)
@@ -65,7 +66,7 @@ def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> d
 
     `where` selects rows of `hpo_studies`. A study without paused trials has no key `paused`.
     """
-    trials, made = optuna_tables.trials, optuna_tables.studies
+    trials, made = optuna_internals.trials, optuna_internals.studies
     paused = sa.and_(claims.c.paused_at.is_not(None), claims.c.owner.is_(None)).label("paused")
     same_trial = (trials.c.study_id == made.c.study_id) & (trials.c.number == claims.c.trial_number)
     query = sa.select(studies.c.name, trials.c.state, paused, sa.func.count()).where(claims.c.counts, *where)
@@ -76,9 +77,9 @@ def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> d
     for name, state, is_paused, count in connection.execute(
         query.group_by(studies.c.name, trials.c.state, paused)
     ):
-        if state == "WAITING":
+        if state == TrialState.WAITING:
             kind = "open"  # the retry of a failed attempt
-        elif state != "RUNNING":
+        elif state != TrialState.RUNNING:
             kind = "done"
         else:
             kind = "paused" if is_paused else "running"

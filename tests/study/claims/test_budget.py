@@ -37,7 +37,6 @@ from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.promotion import (
-    BUDGET_SPENT,
     PAUSED_ATTR,
     RUNGS_ATTR,
     Promotion,
@@ -46,7 +45,7 @@ from hpo.study.sampling.promotion import (
 )
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
+from hpo.study.store.studies import BUDGET_SPENT, create_or_resume_study
 
 SECONDS = 20.0
 EVALUATION = 0.15

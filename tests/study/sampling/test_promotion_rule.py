@@ -11,7 +11,8 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpo.study.sampling.forecast import Measured, measured_trial, stages_left
-from hpo.study.sampling.promotion import BUDGET_SPENT, Promotion, Standings
+from hpo.study.sampling.promotion import Promotion, Standings
+from hpo.study.store.studies import BUDGET_SPENT
 
 PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
 """At least three continue from the first rung, and one from the last."""

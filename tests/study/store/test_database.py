@@ -60,33 +60,29 @@ def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("url", "message"),
+    "url",
     [
-        ("sqlite:/x.db", "three slashes"),
-        ("sqlite:///x.db,sqlite:///y.db", "must be one URL"),
-        ("sqlite:///file:a.db?x=postgresql://u:secretpw1@h/db", "must be one URL"),
-        ("runs/x.db", "it is no URL. Did you mean `sqlite:///runs/x.db`?"),
-        ("me:secret@host/db", "it is no URL."),
-        ("postgresql:/me:secret@h/d", "it is no URL."),
-        ("sqlite://", "must name a file"),
-        ("sqlite:///:memory:", "must name a file"),
-        ("sqlite:///x.db?timeout=3", "Leave out `timeout`"),
-        ("sqlite3:///x.db", "names `sqlite3`. Did you mean `sqlite`?"),
-        ("postgresql+pg8000://me:secret@host/db", "the driver `pg8000`. Write `postgresql://`"),
-        ("postgresql://host/?password=secret", "must name a database"),
-        ("postgresql://me:secret@host:99999/db", "the port must be a number"),
-        ("postgresql://me:secret@ho st/db", "the host must have no space"),
-        (f"postgresql://me:{'secret' * 99}%00@host/db", "no space around it and no control character"),
-        (" postgresql://host/db?password=a secret", "no space around it and no control character"),
-        ("postgresql://me:secret@secr/et@host/db?sslmode=require", "`@` in a password as `%40`"),
-        ("postgresql://host/db?PASSWORD=my secret&a=b", "and a space as `%20`"),
+        *(
+            "sqlite://x.db",
+            "sqlite:x.db",
+            "sqlite:/x.db",
+            "sqlite:///x.db,sqlite:///y.db",
+            "sqlite:///x.db\n",
+        ),
+        *("sqlite:///a.db,postgresql://u:secretpw1@h/db", "sqlite:///x.db?timeout=3", "sqlite:///a%00b.db"),
+        *("hpo.db", "runs/x", "/abs/x.sqlite3", "me:secret@host/db", "postgresql:/me:secret@h/d"),
+        *(f"sqlite://{path}" for path in ("", "/", "//", "/.", "/absent/", "/:memory:")),
+        *("sqlite3:///x.db", "mysql://", "sqlite+aiosqlite:///x.db", "postgresql+pg8000://me:secret@host/db"),
+        *("postgresql://me:secret@host:port/db", "postgresql://me:secret%00@host/db"),
+        *(f"postgresql://me:{'secret' * 99}%00@host/db", " postgresql://host/db?password=a secret"),
+        *("postgresql://me:secret@secret@host/db", "postgresql://host/db?PASSWORD=my secret&a=b"),
+        "postgresql://host/db?password=a\tsecret",
     ],
 )
-def test_unusable_url_is_refused_without_its_password(url: str, message: str) -> None:
-    with pytest.raises(StorageError) as raised:
+def test_unusable_url_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(StorageError, match=r"must be a URL such as|`@` in a password as `%40`") as raised:
         parse_url(url)
     text = str(raised.value)
-    assert message in text
     assert "secret" not in text
     assert "\n" not in text
     assert len(text) < 400

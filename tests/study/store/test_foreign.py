@@ -17,7 +17,7 @@ from support.worker_process import begin, result, run_trials, study, worker_on
 from hpo.config.search_space import suggest
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
-from hpo.study.store import optuna_internals, optuna_tables
+from hpo.study.store import optuna_internals
 from hpo.study.store.lifecycle import has_complete
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -213,10 +213,6 @@ def test_trial_equals_one_of_optuna(storage_url: str, is_enqueued: bool) -> None
         assert study.trials[ours.number].value == 1.0
 
 
-LIGHT = {table.name: table for table in vars(optuna_tables).values() if isinstance(table, sa.TableClause)}
-
-
-@pytest.mark.parametrize("name", LIGHT)
-def test_light_tables_have_columns_of_optuna(name: str) -> None:
-    (optunas,) = (table for table in optuna_internals.tables if table.name == name)
-    assert {*LIGHT[name].c.keys()} <= {*optunas.c.keys()}
+def test_revision_of_the_tables(sqlite_url: str) -> None:
+    with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
+        assert optuna_internals.revision(connection) == optuna_internals.REVISION

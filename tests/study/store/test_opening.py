@@ -14,10 +14,10 @@ from support.worker_process import run_until_killed, study, worker_on
 
 from hpo.errors import NoDatabaseError, StorageError
 from hpo.study.reading.reader import read_study
-from hpo.study.store import schema, sqlite_disk
+from hpo.study.store import database, schema
+from hpo.study.store.database import network_file_system
 from hpo.study.store.process import this_machine
 from hpo.study.store.schema import workers
-from hpo.study.store.sqlite_disk import network_file_system
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -100,7 +100,7 @@ def test_nearest_mount_has_the_file_system(path: str, found: str | None) -> None
 def test_network_file_system_is_refused(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_storage(sqlite_url) as storage:
         create_or_resume_study(storage, study(2))
-    monkeypatch.setattr(sqlite_disk, "network_file_system", lambda _: "nfs4")
+    monkeypatch.setattr(database, "network_file_system", lambda _: "nfs4")
     with pytest.raises(StorageError, match=r"network file system \(nfs4\).*`hpo database start`.*`hpo copy"):
         open_storage(sqlite_url)
     with open_storage(sqlite_url, create=False) as storage:  # `hpo copy` needs this
