@@ -140,16 +140,6 @@ def study(searched: Path, monkeypatch: pytest.MonkeyPatch) -> hpo.Study:
     return hpo.Study("tiny", quiet=True)
 
 
-def test_a_stored_study_is_planned_but_not_run(study: hpo.Study) -> None:
-    plan = study.plan(workers=4)
-    assert (plan.num_workers, plan.whole_trials) == (4, 0.0), "nothing is left"
-    assert {cost.measured_by for cost in plan.costs} <= {"1 complete trial", "2 complete trials"}
-    with pytest.raises(InputError, match="tiny"):
-        study.run()
-    with pytest.raises(InputError, match="Trial 7: tiny has 2, numbered from 0"):
-        study.diagnose(7)
-
-
 def test_the_best_model_is_evaluated_and_exported(
     study: hpo.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

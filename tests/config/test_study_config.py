@@ -99,19 +99,6 @@ def test_tasks_in_study_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "training: {gradient_checkpointing: %s}",
-        "sampler: {multivariate: %s}",
-        "search_space: {learning_rate: {type: float, low: 1e-5, high: 1e-3, log: %s}}",
-    ],
-)
-def test_switches_accept_yes_and_off(tmp_path: Path, line: str) -> None:
-    for word, value in (("yes", "true"), ("off", "false")):
-        assert load(tmp_path, BASE + line % word) == load(tmp_path, BASE + line % value)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
         "n_trials: %s",
         "training: {batch_size: %s}",
         "search_space: {batch_size: {type: int, low: 1, high: %s}}",

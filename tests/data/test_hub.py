@@ -58,13 +58,6 @@ def test_a_broken_file_is_refused_with_its_cause(folder: Path) -> None:
         hub(folder)
 
 
-def test_settings_of_csv_are_refused_for_other_files(folder: Path) -> None:
-    for split in SPLITS:
-        (folder / f"{split}.jsonl").write_text('{"id": "a", "text": "b", "t": "c"}\n')
-    with pytest.raises(DataError, match=r"data\.csv: .* csv files, but .* Leave `data\.csv` out"):
-        hub(folder, csv={"list_separator": ","})
-
-
 @pytest.mark.parametrize(("option", "value"), [("column_names", ["id", "text", "t"]), ("na_values", ["a"])])
 def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
     write_csv(folder, "id,text,t", "{}1,one,a", "{}2,two,b")

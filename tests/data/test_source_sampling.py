@@ -8,7 +8,6 @@ import pytest
 
 from hpo.data.batches import training_batches
 from hpo.data.source_sampling import SourceSampling, source_sampling
-from hpo.errors import InputError
 
 SIZES = {"large": 90, "small": 10}
 
@@ -77,15 +76,3 @@ def test_batches_contain_the_drawn_windows() -> None:
     again, other = (training_batches(lengths, 8, 5, epoch, sampling_of(2)) for epoch in (2, 3))
     assert all(map(np.array_equal, batches, again))
     assert not all(map(np.array_equal, batches, other))
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"smal": 1.0}, "sampling_weight.smal: there is no such source. Known: large, small."),
-        ({"large": 0.0, "small": 0.0}, "one source must have a weight above 0, but all have 0"),
-    ],
-)
-def test_weights_must_name_sources_and_draw_something(weights: dict[str, float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        sampling_of(1, **weights)

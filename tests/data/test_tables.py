@@ -167,20 +167,6 @@ def test_every_reader_reports_a_bad_cell(reader: str, tmp_path: Path) -> None:
     assert [f"labels.t{ONE_CLASS}'[1 2]'" in line for line in rest] == [True, True]
 
 
-def test_a_column_without_labels_is_refused(tmp_path: Path) -> None:
-    message = r"task `t` must have at least 2 classes, but its rows have `\[\]`. Label more rows"
-    with pytest.raises(DataError, match=message):
-        read(tmp_path, "csv", {"t": {"kind": ONE}}, {"t": [None, None]})
-
-
-@pytest.mark.parametrize("header", ["id,text,t,t ", "id,text, t,t"])
-def test_columns_with_equal_stripped_names_are_refused(header: str, tmp_path: Path) -> None:
-    for split in ("train", "validation"):
-        (tmp_path / f"{split}.csv").write_text(f"{header}\n{split}1,one,a,b\n{split}2,two,b,a\n")
-    with pytest.raises(DataError, match=r"must have the column `t` once, but has ` ?t`, `t ?`"):
-        load(source="csv", path=str(tmp_path), tasks={"t": {"kind": ONE}}, columns={"labels": {"t": "t"}})
-
-
 # Spans
 
 PERSON = {"names": {"kind": "token_classification", "span_names": ["person"]}}

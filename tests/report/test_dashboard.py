@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 import threading
 import urllib.error
 import urllib.request
@@ -85,14 +84,6 @@ def test_note_has_the_best_trial_warnings_and_caveats() -> None:
     assert "In full" not in study_note(fake_tables())
 
 
-def test_note_of_a_study_without_a_row_by_precision() -> None:
-    waiting = dataclasses.replace(fake_trial(0, "fp32"), state="WAITING", outcome="waiting", telemetry={})
-    invalid = dataclasses.replace(fake_trial(1, "fp32"), outcome="invalid", values=None, telemetry={})
-    note = study_note(tables_of([waiting, invalid]))
-    assert "2 trials, none complete." in note
-    assert "By requested precision" not in note
-
-
 def test_names_in_the_note_are_escaped() -> None:
     trial = fake_trial(0, "fp32")
     trial.params["encoder"] = "a|b\n# [c](javascript:1) <img> `<b>|` `"
@@ -129,14 +120,6 @@ def test_requests_with_another_content_than_json_are_refused(api: str) -> None:
     }
     for kind, status in kinds.items():
         assert status_of(urllib.request.Request(api, body, {"Content-Type": kind})) == status
-
-
-@pytest.mark.usefixtures("study")
-def test_a_port_in_use_is_one_clear_message(sqlite_url: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as used:
-        port = used.getsockname()[1]
-        with pytest.raises(InputError, match=f"listen on 127.0.0.1:{port}, but: Address already in use"):
-            dashboard_server(sqlite_url, port)
 
 
 @pytest.mark.parametrize("host", ["", "localhost", "::1", "10.0.0.256"])

@@ -88,14 +88,6 @@ def test_page_omits_missing_figures(tmp_path: Path) -> None:
     assert "resamples" not in text
 
 
-def test_page_names_the_command_for_an_evaluation(tmp_path: Path) -> None:
-    assert "<code>hpo best &#39;my study.yaml&#39; --evaluate validation</code>" in section(write(tmp_path))
-    text = section(write(tmp_path, checkpoint={"top_k": 0}))
-    assert "--evaluate" not in text
-    assert "keeps no checkpoint" in text
-    assert HEADING not in write_report(record_of([]), tmp_path).read_text()
-
-
 def test_hostile_documents_are_escaped(tmp_path: Path) -> None:
     topic = single_label([HOSTILE, "b"], worst=[error(HOSTILE, HOSTILE, HOSTILE, "b")], warnings=[HOSTILE])
     spans = [[HOSTILE, 3, 20]], [[HOSTILE, 10, 40], ["b", 2, 5]]

@@ -15,7 +15,7 @@ from support.study_records import DEFINITION, fake_trial, record_of
 from hpo.report import best_screens, screens
 from hpo.report.best_screens import summary
 from hpo.report.dashboard import study_note
-from hpo.report.messages import SCORE, budget_messages, paused_message
+from hpo.report.messages import SCORE, budget_messages
 from hpo.report.report import write_report
 from hpo.report.status import study_status
 from hpo.report.tables import StudyTables
@@ -31,14 +31,6 @@ def test_spent_hours_by_precision_and_outcome() -> None:
         "By outcome: complete 1 h, pruned 0.5 h."
     )
     assert budget_messages(record_of([])) == []
-
-
-def test_paused_trials_come_with_the_reduction_factor() -> None:
-    counts = {"open": 1, "running": 0, "done": 2, "paused": 4}
-    pruner = {"name": "promote", "reduction_factor": 3}
-    text = paused_message(record_of([], counts=counts, definition={"pruner": pruner}))
-    assert text.startswith("4 trials paused. The best 1 in 3 at each rung continue")
-    assert paused_message(record_of([])) == ""
 
 
 def record(*metrics: str) -> StudyRecord:

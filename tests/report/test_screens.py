@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,16 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 from support.detailed_documents import document, every_kind, nothing_known, task_document
-from support.study_records import fake_record, fake_trial, record_of
+from support.study_records import fake_record
 from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
-from hpo.report import best_screens, progress, screens, terminal
+from hpo.report import best_screens, progress, terminal
 from hpo.report.best_screens import summary
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.progress import StudyDisplay
-from hpo.report.status import study_status
 from hpo.report.terminal import print_parts
-from hpo.study.reading.study_record import WorkerRecord
 from hpo.study.reading.watch import StudyProgress
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}
@@ -119,14 +116,6 @@ def test_summary_fits_the_terminal(screen: Screen) -> None:
     assert names | {"native", "emulated"} <= set(table.split())
     assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
     assert "More about it: hpo report fake   hpo dashboard fake   hpo best fake\n" in screen.text
-
-
-def test_status_shows_live_workers(screen: Screen) -> None:
-    now, known = datetime.now(UTC), {"device": "GPU-7f", "job": "slurm:123_4", "silent_seconds": 12.0}
-    worker = WorkerRecord("node1-7-abc", "node1", 7, now, alive=True, trial_number=3, number=5, **known)
-    record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
-    print_parts(screens.status(record, study_status(record)))
-    assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
 
 
 @pytest.mark.parametrize("screen", [60, 120], indirect=True)

@@ -42,15 +42,6 @@ def test_updates_send_changed_runs_alone(tracked: TrackedStudy) -> None:
     assert not any("report_of" in run.facts for run in tracker.shown)
 
 
-def test_follow_ends_with_report_of_study(tracked: TrackedStudy) -> None:
-    tracked.run("complete")
-    tracked.resize(1)
-    tracker = FakeTracker()
-    follower = Follower(lambda: tracked.record, tracked.storage.study_token(tracked.name), tracker)
-    assert follower.follow(threading.Event()).is_over
-    assert "report_of" in tracker.shown[-1].facts
-
-
 class StopAfter(threading.Event):
     """Set after this number of waits, which take no time."""
 

@@ -218,19 +218,6 @@ def test_bad_address_is_one_error(
     assert "secret" not in finished.err + finished.out
 
 
-def test_two_commands_create_database_at_once(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked.folder}/new.db")
-    tracked.run("complete", "complete")
-    command = ("track", tracked.name, "--to", "mlflow")
-    both = [start_hpo(tracked.folder, *command) for _ in range(2)]
-    for process in both:
-        finished = finish(process)
-        assert finished.exit_code == 0, finished.err
-    with sa.create_engine(os.environ["MLFLOW_TRACKING_URI"]).connect() as connection:
-        names = connection.exec_driver_sql("SELECT name FROM runs WHERE lifecycle_stage = 'active'").scalars()
-        assert sorted(names) == [f"study {tracked.name}", "trial 0", "trial 1"]
-
-
 @pytest.mark.usefixtures("mlflow_server")
 def test_run_of_study_has_report(tracked: TrackedStudy) -> None:
     tracked.run("complete", "pruned")

@@ -176,26 +176,6 @@ class TestRealSlurm:
         with open_storage(postgres_url) as storage:
             assert storage.trial_counts("tiny")["done"] == 2
 
-    def test_submit_study_by_name(self, slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-        given = ("--slurm", "--sbatch", "hold", "--storage", postgres_url)
-        path = write_study(tmp_path)
-        ok(hpo_command(tmp_path, "init", "tiny.yaml", "--n-trials", "7", "--storage", postgres_url))
-        path.unlink()
-        for options, num_trials in (((), 7), (("--n-trials", "9"), 9)):
-            ok(hpo_command(tmp_path, "submit", "tiny", *options, *given))
-            with open_storage(postgres_url) as storage:
-                assert storage.trial_counts("tiny")["open"] == num_trials
-        slurm.run("scancel --name=hpo-tiny")
-
-    def test_slurm_refuses_unknown_partition(
-        self, slurm: SlurmCluster, postgres_url: str, tmp_path: Path
-    ) -> None:
-        del slurm
-        write_study(tmp_path)
-        given = ("tiny.yaml", "--slurm", "--partition", "nowhere", "--storage", postgres_url)
-        message = "`sbatch` must succeed, but it says: sbatch: error: invalid partition"
-        refused(hpo_command(tmp_path, "submit", *given), message)
-
     def test_commands_of_cluster_guide(self, slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
         """Run them unchanged, but with a smaller study and less memory."""
         del postgres_server

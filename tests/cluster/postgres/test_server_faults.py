@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +70,6 @@ def test_folder_with_other_files_is_refused(new_server: PostgresServer) -> None:
     assert (new_server.folder / "thesis.tex").read_text() == "years"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="the server has the same user")
-def test_folder_closed_to_server_user(folder: Path) -> None:
-    folder.chmod(0o700)
-    assert "Permission denied" in refusal(PostgresServer(folder / "postgres"))
-    assert not (folder / "postgres" / "data").exists()
-
-
-def test_full_disk_leaves_no_database(folder: Path) -> None:
-    disk = folder / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m,mode=711", "none", disk], check=False)
-    if mounted.returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
-        assert "cannot be made: " in refusal(PostgresServer(disk / "postgres"))
-        assert not (disk / "postgres" / "data").exists()
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
 def test_used_port_is_refused_or_replaced(server: PostgresServer) -> None:
     first = server.start()
     server.stop()
@@ -109,11 +87,6 @@ def test_unknown_host_is_refused(server: PostgresServer, host: str) -> None:
     assert "--host must be an address or a name of this machine" in refusal(server, host)
 
 
-def test_tls_needs_openssl(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert "TLS needs the program `openssl`" in refusal(server, "0.0.0.0")
-
-
 def test_server_on_another_host(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres_server, "OTHER_SECONDS", 0.2)
     server.start()
@@ -127,14 +100,3 @@ def test_server_on_another_host(server: PostgresServer, monkeypatch: pytest.Monk
         with pytest.raises(RunError, match="runs on node17, but does not answer"):
             server.start()
     assert server.start().is_new, "the host went down, and the file system released the lock"
-
-
-def test_file_system_without_shared_locks(server: PostgresServer) -> None:
-    running = server.start()
-    lock = server.folder / "lock"
-    lock.rename(server.folder / "held")
-    lock.write_text("node17")
-    assert "runs on node17, but its lock does not show on" in refusal(server)
-    lock.write_text(running.host)
-    assert 'lock file "postmaster.pid" already exists' in refusal(server), "PostgreSQL's guard"
-    (server.folder / "held").rename(lock)
