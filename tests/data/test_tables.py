@@ -192,16 +192,6 @@ def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None
     assert [bool(row.annotated) for row in rows] == [True, True, False]
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_every_reader_refuses_equal_spans(reader: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        read(tmp_path, reader, PERSON, {"spans": [[[0, 12]], [[3, 0]], [[-1, 3]], [[0, 3, 5]]]})
-    assert str(caught.value).startswith("8 bad rows in the data")
-    counts = [str(caught.value).count(text) for text in ("must lie inside the text", "got [0, 3, 5]")]
-    assert counts == [3, 2], "three examples of a kind"
-    assert "and 3 more like these" in str(caught.value)
-
-
 MAP = pa.map_(pa.string(), pa.list_(pa.list_(pa.int64())))
 
 
