@@ -14,7 +14,7 @@ import nbformat
 import pytest
 import yaml
 from nbclient import NotebookClient
-from support.command_line import PYTHON_PATH, finish, hpo_command, ok, refused, start_python, stored
+from support.command_line import PYTHON_PATH, finish, hpo_command, ok, start_python, stored
 from support.readme import ROOT, STUDIES
 from support.slurm import SlurmCluster
 from support.tiny import ENCODER
@@ -148,16 +148,3 @@ def test_the_list_has_every_example_and_study(tmp_path: Path) -> None:
         == set(re.findall(r"^\| \[(\w+)\]", STUDIES.read_text(), re.MULTILINE))
     )
     assert all(f"  {name} " in shown and question in shown for name, question in listed.items())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["mine", "--from", ""], "There is no example ``. Known: multitask,"),
-        (["mine", "--from", "own_lop"], "no example `own_lop`. Did you mean `own_loop`?"),
-        (["--from", "own_loop"], "`--from own_loop` needs the folder to copy to: hpo new FOLDER --from"),
-    ],
-)
-def test_a_wrong_example_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    assert message in " ".join(refused(hpo_command(tmp_path, "new", *words)).err.split())
-    assert not list(tmp_path.iterdir())

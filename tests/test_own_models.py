@@ -266,14 +266,6 @@ def test_metric_without_a_value_is_refused_before_the_study(
         ).check_study()
 
 
-@pytest.mark.parametrize(
-    "setting", [{"dropout": 0.0}, {"attention": "eager"}, {"freeze_layers": 1}, {"layerwise_lr_decay": 0.9}]
-)
-def test_settings_of_the_inside_are_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=f"{next(iter(setting))}: the encoder `gru`"):
-        executor_of(tmp_path, training=PLAIN | setting).check_study()
-
-
 MARKED = """
 import hpo
 from pathlib import Path

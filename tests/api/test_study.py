@@ -15,7 +15,7 @@ from support.command_line import PYTHON_PATH, hpo_command, ok, saved_steps
 from support.tiny import write_study
 
 import hpo
-from hpo.errors import HpoError, InputError, StorageError, StudyChangedError
+from hpo.errors import InputError, StorageError, StudyChangedError
 from hpo.precision.table import apply_preset
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.studies import create_or_resume_study
@@ -95,24 +95,6 @@ def test_a_mapping_is_a_study(folder: Path, capsys: pytest.CaptureFixture[str]) 
         hpo.Study({**content, "search_space": {}}, storage=url, quiet=True).run()
     with pytest.raises(InputError, match=r"n_trials: must be >= 1.*\n.*Did you mean `search_space`"):
         hpo.Study({**content, "search_spac": {}, "n_trials": 0})
-
-
-@pytest.mark.parametrize(
-    ("method", "arguments", "message"),
-    [
-        ("evaluate", (), "The study `tiny` has no complete trial."),
-        ("reproduce", (), "The study `tiny` has no complete trial."),
-        ("deploy", (), "the study tiny has no complete trial yet"),
-        ("diagnose", (3,), "Trial 3: tiny has 0"),
-    ],
-)
-def test_a_missing_trial_is_named_before_a_changed_file(
-    folder: Path, method: str, arguments: tuple[int, ...], message: str
-) -> None:
-    hpo.Study(write_study(folder), quiet=True).init()
-    changed = hpo.Study(write_study(folder, search_space=SPACE), quiet=True)
-    with pytest.raises(HpoError, match=message):
-        getattr(changed, method)(*arguments)
 
 
 def test_an_interrupt_checkpoints_the_trial(folder: Path) -> None:

@@ -175,19 +175,3 @@ def test_a_second_interrupt_ends_at_once(capsys: pytest.CaptureFixture[str]) -> 
     assert end.value.exit_code == 130
     assert "Ended at once." in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_ctrl_c_during_the_imports_has_no_traceback() -> None:
-    program = """
-import os, signal, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "hpo.cli.commands":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-from hpo.__main__ import main
-main()
-"""
-    command = [sys.executable, "-c", program, "--help"]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")

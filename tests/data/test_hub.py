@@ -51,13 +51,6 @@ def texts(dataset: DataSet) -> list[str]:
     return [row.text for row in dataset.splits["train"]]
 
 
-def test_a_broken_file_is_refused_with_its_cause(folder: Path) -> None:
-    for split in SPLITS:
-        (folder / f"{split}.jsonl").write_text('{"text": "a", "text": "b"}\n')
-    with pytest.raises(DataError, match=r"cannot load .*ArrowInvalid: JSON parse error: Column\(/text\) was"):
-        hub(folder)
-
-
 @pytest.mark.parametrize(("option", "value"), [("column_names", ["id", "text", "t"]), ("na_values", ["a"])])
 def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
     write_csv(folder, "id,text,t", "{}1,one,a", "{}2,two,b")

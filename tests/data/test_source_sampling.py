@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpo.data.batches import training_batches
 from hpo.data.source_sampling import SourceSampling, source_sampling
 
 SIZES = {"large": 90, "small": 10}
@@ -65,14 +64,3 @@ def test_a_source_is_read_in_whole_passes() -> None:
         assert all(len(set(one)) == size for one in passes)
         assert any(list(one) != list(passes[0]) for one in passes)
     assert set(epochs[0][epochs[0] < 90]) != set(epochs[1][epochs[1] < 90]), "each epoch shows another part"
-
-
-def test_batches_contain_the_drawn_windows() -> None:
-    sampling, lengths = sampling_of(2), np.arange(100) % 13 + 1
-    batches = training_batches(lengths, 8, 5, 2, sampling)
-    assert len(batches) == 13
-    drawn = np.concatenate(batches)
-    assert sorted(drawn) == sorted(sampling.windows(5, 2))
-    again, other = (training_batches(lengths, 8, 5, epoch, sampling_of(2)) for epoch in (2, 3))
-    assert all(map(np.array_equal, batches, again))
-    assert not all(map(np.array_equal, batches, other))

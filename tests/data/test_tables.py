@@ -125,13 +125,6 @@ def test_whole_numbers_match_declared_classes(cell: Any, declared: str) -> None:
     assert [kind.label(version) for version in ("5.1", "5.10", "01")] == ["5.1", "5.10", "01"]
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_null_is_unlabelled_and_an_empty_list_is_no_class(reader: str, tmp_path: Path) -> None:
-    more = {"csv": {"empty": "unlabelled"}} if "csv" in reader else {}
-    dataset = read(tmp_path, reader, {"tags": {"kind": MANY}}, {"tags": [["a"], None, []]}, **more)
-    assert [row.labels.get("tags") for row in dataset.splits["train"]] == [["a"], None, []]
-
-
 ONE_CLASS = " must be one class, as text or a whole number, but got "
 
 

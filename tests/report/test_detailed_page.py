@@ -21,7 +21,7 @@ from support.detailed_documents import (
 )
 from support.study_records import fake_trial, record_of
 
-from hpo.report.detailed import Detailed, classes_table, headline
+from hpo.report.detailed import Detailed, headline
 from hpo.report.detailed_page import HEADING, marked_text
 from hpo.report.report import write_report
 
@@ -53,14 +53,6 @@ def section(path: Path) -> str:
 def test_headline_has_the_objectives_or_the_score(metrics: list[str], expected: str) -> None:
     text = headline(Detailed(6, "test", every_kind()), metrics)
     assert text.replace("\u00a0", " ") == f"test, 500 rows: {expected}"
-
-
-def test_classes_are_sorted_by_frequency_then_f1() -> None:
-    rows = [class_row("rare", 1, 2, 1), class_row("weak", 1, 9, 9), class_row("strong", 9, 9, 9)]
-    table = classes_table(task_document("multi_label", {}, classes=[*rows, class_row("absent", 0, 0, 0)]))
-    assert [row["class"] for row in table] == ["weak", "strong", "rare", "absent"]
-    assert list(table[0].values()) == ["weak", "0.1111", "0.1111", "0.1111", "9", "9"]
-    assert list(table[-1].values()) == ["absent", "–", "–", "–", "0", "0"]
 
 
 # The page

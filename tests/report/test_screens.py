@@ -9,7 +9,7 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
-from support.detailed_documents import document, every_kind, nothing_known, task_document
+from support.detailed_documents import document, nothing_known, task_document
 from support.study_records import fake_record
 from support.tiny import tiny_study
 
@@ -116,16 +116,6 @@ def test_summary_fits_the_terminal(screen: Screen) -> None:
     assert names | {"native", "emulated"} <= set(table.split())
     assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
     assert "More about it: hpo report fake   hpo dashboard fake   hpo best fake\n" in screen.text
-
-
-@pytest.mark.parametrize("screen", [60, 120], indirect=True)
-def test_detailed_evaluation_fits_the_terminal(screen: Screen) -> None:
-    print_parts(best_screens.detailed(Detailed(7, "test", every_kind())))
-    assert screen.fits()
-    flat = " ".join(screen.text.split())
-    assert "Trial 7 on test: 500 rows; thresholds were chosen on validation" in flat
-    assert "Warning: tags: The class `rude` is true in 12 rows of test and never predicted." in flat
-    assert re.search(r"all\s+tasks\s+score\s+0\.712\s\[0\.682,", flat)
 
 
 def test_text_of_others_is_neither_markup_nor_a_terminal_command(screen: Screen) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ from support.mlflow_server import MlflowServer, all_runs, client, experiment_of,
 from support.tracked_study import TrackedStudy
 from support.worker_process import start_process
 
-from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
-from hpo.track.follow import Follower
-from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
 
 
 def test_each_trial_is_one_run(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
@@ -137,31 +133,6 @@ def test_call_after_kill_repeats_no_content(tracked: TrackedStudy) -> None:
     for run in found.values():
         assert [step for step, _, _ in run["points"]["score"]] == [10, 20, 30]
         assert run["status"] == "FINISHED"
-
-
-@pytest.mark.usefixtures("mlflow_server")
-def test_duplicate_runs_are_deleted(tracked: TrackedStudy) -> None:
-    """Two commands created them at the same moment, and one continues with the deleted run."""
-    tracked.run("complete")
-    trial = tracked.leave_running(alive=True)
-    token = tracked.storage.study_token(tracked.name)
-    one = Follower(lambda: tracked.record, token, MlflowTracker(tracked.name, token))
-    one.update()
-    experiment = experiment_of(tracked.name)
-    for number in (0, 1, 1, 1, 1):
-        client().create_run(experiment, tags={KEY: f"{token}-{number}", STUDY: token})
-    first = min(run.info.run_id for run in client().search_runs([experiment], f"tags.`{KEY}` = '{token}-1'"))
-    tracked.tracked("mlflow")
-    assert len(runs(tracked.name)) == 2
-    assert runs(tracked.name)["trial 1"]["id"] == first
-
-    tracked.evaluate(trial, 2)
-    with suppress(TrackerError):  # its run is deleted; then it finds the other run
-        one.update()
-    one.update()
-    assert tracked.tracked("mlflow")["changed"] == 0
-    assert [step for step, _, _ in runs(tracked.name)["trial 1"]["points"]["score"]] == [10, 20]
-    assert len(runs(tracked.name)) == 2
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp.exe \ud800 ' OR 1=1 -- <img src=x onerror=alert(1)>"

@@ -3,17 +3,13 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
 import sqlalchemy as sa
 from support.worker_process import start_process
 
-from hpo.cluster.postgres import programs as postgres_programs
 from hpo.cluster.postgres.postgres_server import PostgresServer
-from hpo.cluster.postgres.programs import server_user
-from hpo.errors import InputError
 from hpo.study.store.database import storage_url
 
 pytestmark = pytest.mark.postgres
@@ -108,19 +104,3 @@ def test_start_as_ordinary_user(folder: Path) -> None:
     process = start_process(start_as_nobody, folder)
     process.join(120)
     assert process.exitcode == 0
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root must become another user")
-def test_root_needs_another_user(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.start()
-    uid = server.data.stat().st_uid
-    pid = (server.data / "postmaster.pid").read_text().split()[0]
-    assert Path("/proc", pid).stat().st_uid == uid != 0
-
-    def nobody(name: str) -> Any:
-        raise KeyError(name)
-
-    monkeypatch.setattr(postgres_programs.pwd, "getpwnam", nobody)
-    assert server_user(server.data)["user"] == uid, "a database keeps its user"
-    with pytest.raises(InputError, match="PostgreSQL refuses to run as root"):
-        PostgresServer(server.folder.parent / "other").start()
