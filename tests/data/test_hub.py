@@ -51,14 +51,6 @@ def texts(dataset: DataSet) -> list[str]:
     return [row.text for row in dataset.splits["train"]]
 
 
-@pytest.mark.parametrize(("option", "value"), [("column_names", ["id", "text", "t"]), ("na_values", ["a"])])
-def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
-    write_csv(folder, "id,text,t", "{}1,one,a", "{}2,two,b")
-    write_card(folder, {"configs": [{**FILES, option: value}]})
-    with pytest.raises(DataError, match=rf"data\.hub\.name: .*`{option}: .*Download .* `source: csv`"):
-        hub(folder)
-
-
 def test_settings_of_the_study_replace_the_card(folder: Path) -> None:
     write_csv(folder, "id^text^t", "{}1^caf\u00e9^a", "{}2^two^b", encoding="cp1252")
     write_card(folder, {"configs": [{**FILES, "sep": ",", "encoding": "utf-8", "engine": "python"}]})

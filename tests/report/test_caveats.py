@@ -31,18 +31,6 @@ def test_notices_name_the_limits_of_a_study(text: str) -> None:
     assert text in texts(fake_record().trials)
 
 
-def test_cut_texts_and_lost_spans_are_counted() -> None:
-    trials = [fake_trial(number, "fp32") for number in range(3)]
-    for trial, num, spans in zip(
-        trials, (0, 300, 1200), ({}, {"tone": 7}, {"pii": 1500, "tone": 40}), strict=True
-    ):
-        lost = {"num_cut_examples": num, "num_lost_spans": spans, "num_examples": 2400}
-        trial.telemetry["data"] = lost
-    (notice,) = [notice for notice in caveats(tables_of(trials)) if "max_length" in notice.text]
-    assert "in 2 trials; most in trial 2: 1,200 of 2,400 texts cut, 1,500 true spans of pii" in notice.text
-    assert "`data.stride`" in notice.advice
-
-
 def test_equal_configurations_under_every_precision_have_no_caveat() -> None:
     trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16"] * 3)]
     for trial in trials:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import threading
 import urllib.error
 import urllib.request
@@ -9,8 +8,7 @@ from collections.abc import Iterator
 import optuna
 import pytest
 from optuna_dashboard import get_note, save_note
-from support.detailed_documents import every_kind
-from support.study_records import DISTRIBUTIONS, fake_record, fake_tables, fake_trial, record_of, tables_of
+from support.study_records import DISTRIBUTIONS, fake_record, fake_trial, record_of, tables_of
 
 from hpo.errors import InputError
 from hpo.report.dashboard import LOOPBACK, NOTE_END, dashboard_server, is_own_name, publish, study_note
@@ -70,18 +68,6 @@ def test_a_users_text_in_the_note_is_kept(study: optuna.Study) -> None:
     assert "0 trials, none complete." not in note
     assert note.count(NOTE_END) == 1
     assert note.rstrip().endswith("Ask Ada about the split.\nSecond thought.")
-
-
-def test_note_has_the_best_trial_warnings_and_caveats() -> None:
-    trial = dataclasses.replace(fake_trial(6, "fp32"), detailed={"test": every_kind()})
-    note = study_note(tables_of([trial])).replace("\u00a0", " ")
-    assert note.startswith("# fake\n\nObjective: maximize score.")
-    assert "- best trial 6: score 0." in note
-    assert "test, 500 rows: score 0.712 \\[0.682, 0.742\\]" in note
-    assert "- tags: The class `rude` is true in 12 rows of test and never predicted." in note
-    assert "In full: `hpo report fake`." in note
-    assert "trained with one seed only" in note
-    assert "In full" not in study_note(fake_tables())
 
 
 def test_names_in_the_note_are_escaped() -> None:

@@ -15,7 +15,6 @@ from support.detailed_documents import (
     document,
     error,
     every_kind,
-    nothing_known,
     single_label,
     task_document,
 )
@@ -71,13 +70,6 @@ def test_section_has_metrics_warnings_and_marked_errors(tmp_path: Path) -> None:
     assert "3 wrong spans outside this excerpt" in text
     pairs = re.findall("<h4>(.*)</h4>", text)
     assert {"most frequent confusions", "classes true and predicted in one row"} <= set(pairs)
-
-
-def test_page_omits_missing_figures(tmp_path: Path) -> None:
-    text = section(write(tmp_path, nothing_known()))
-    assert "· true –, predicted –" in text
-    assert "None" not in text
-    assert "resamples" not in text
 
 
 def test_hostile_documents_are_escaped(tmp_path: Path) -> None:

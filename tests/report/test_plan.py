@@ -37,15 +37,6 @@ def test_plan_names_the_remaining_stages(stages: list[Stage], text: str) -> None
     assert text in "\n".join(plan(*stages, whole=5.05))
 
 
-def test_plan_compares_its_time_with_the_budget() -> None:
-    assert "Device time in all: about 2 h 00 min." in plan()
-    assert "Device time in all: about 0 s." in plan(hours=0.0)
-    assert (
-        "Device time in all: about 2 h 00 min of the budget of 3 h 00 min, 30 min 00 s already spent."
-        in plan(budget_hours=3.0, spent_hours=0.5)
-    )
-
-
 def data_of(folder: Path, num_test: int, task: Any = KIND, labels: Any = ("a", "b")) -> DataSet:
     rare = ["rare"] * 2 if task is KIND else []
 

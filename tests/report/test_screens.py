@@ -10,12 +10,10 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 from support.detailed_documents import document, nothing_known, task_document
-from support.study_records import fake_record
 from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
 from hpo.report import best_screens, progress, terminal
-from hpo.report.best_screens import summary
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.progress import StudyDisplay
@@ -40,10 +38,6 @@ class Screen:
     @property
     def lines(self) -> list[str]:
         return [line.rstrip() for line in self.text.splitlines()]
-
-    def fits(self) -> bool:
-        """No line is too long, and no name or number is cut."""
-        return max(map(len, self.lines)) <= self.console.width and "…" not in self.text
 
 
 @pytest.fixture(params=[80])
@@ -105,17 +99,6 @@ def test_a_line_every_half_minute_and_one_for_each_end(
 
 
 # Screens
-
-
-def test_summary_fits_the_terminal(screen: Screen) -> None:
-    record = fake_record()
-    print_parts(summary(record))
-    assert screen.fits()
-    table = screen.text.split("by requested precision")[1].split("best trial")[0]
-    names = {trial.params["fp_precision"] for trial in record.trials}
-    assert names | {"native", "emulated"} <= set(table.split())
-    assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
-    assert "More about it: hpo report fake   hpo dashboard fake   hpo best fake\n" in screen.text
 
 
 def test_text_of_others_is_neither_markup_nor_a_terminal_command(screen: Screen) -> None:

@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 from support.study_records import (
     DEVICE,
-    ENDINGS,
     GPU,
     fake_record,
     fake_tables,
@@ -33,20 +32,6 @@ def row_of(tables: StudyTables, precision: str) -> dict[str, Any]:
 
 def choosing(precisions: list[str], **definition: Any) -> dict[str, Any]:
     return {**definition, "search_space": {"fp_precision": {"type": "categorical", "choices": precisions}}}
-
-
-def test_trials_table_has_a_row_for_each_trial_with_its_facts() -> None:
-    record = fake_record()
-    table = StudyTables(record).trials
-    assert list(table["number"]) == list(range(40))
-    assert list(table["outcome"]) == [ENDINGS.get(number, ("complete", ""))[0] for number in range(40)]
-    row = table.iloc[2]
-    assert row["precision"] == row["effective"] == "fp16"
-    assert row["support"] == "emulated"
-    assert row["objective.score"] == record.trials[2].values[0]
-    assert row["param.init_scale"] == record.trials[2].params["init_scale"]
-    assert row["start_seconds"] == 0
-    assert row["end_seconds"] == pytest.approx(record.trials[2].seconds)
 
 
 @pytest.mark.parametrize(
