@@ -9,13 +9,9 @@ import pytest
 import sqlalchemy as sa
 from support.worker_process import start_process
 
-<<<<<<< HEAD
 from hpo.cluster.postgres import postgres_server
 from hpo.cluster.postgres.postgres_server import PostgresServer, find_programs, server_user
 from hpo.errors import InputError
-=======
-from hpo.cluster.postgres.postgres_server import PostgresServer
->>>>>>> w-tc
 from hpo.study.store.database import storage_url
 
 pytestmark = pytest.mark.postgres
@@ -110,7 +106,6 @@ def test_start_as_ordinary_user(folder: Path) -> None:
     process = start_process(start_as_nobody, folder)
     process.join(120)
     assert process.exitcode == 0
-<<<<<<< HEAD
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root must become another user")
@@ -146,5 +141,3 @@ def test_find_newest_usable_programs(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(postgres_server, "_INSTALLED_IN", ())
     with pytest.raises(InputError, match=r"this machine has none\. Install it"):
         find_programs({})
-=======
->>>>>>> w-tc
