@@ -15,7 +15,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hpo.training.clock import CompileClock
 from support.resumed_trials import check_resume_is_exact
 from support.tiny import CPU, CPU_PRECISIONS, ENCODER, altered_executor, tiny_executor
 
@@ -28,6 +27,7 @@ from hpo.training import loop
 from hpo.training.budget import TrainState
 from hpo.training.checkpoint import CheckpointStore, best_checkpoint
 from hpo.training.evaluate import Evaluation
+from hpo.training.throughput import CompileClock
 from hpo.trial import run as run_module
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import Callbacks
