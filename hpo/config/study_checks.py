@@ -28,7 +28,7 @@ class _Dependency:
 
 
 SHORT_STATE = ("adamw", "adam", "lion")
-"""Optimizers with moments, see `hpo.training.optimizer_states`."""
+"""Optimizers with moments, see `hpo.training.float32_optimizer`."""
 _DEPENDENCIES = (
     _Dependency(
         *(BASE_PRECISION, "fp32", "adapter", ("lora", "dora")),

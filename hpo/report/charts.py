@@ -39,8 +39,7 @@ PRECISION_STYLES = {
 _OTHER_STYLE = ("#6B6B6B", "x-thin-open")
 _LINE_COLOR, _GRID_COLOR, _AXIS_COLOR, _TEXT_COLOR = "#333333", "#E3E6EA", "#9AA4AF", "#22272E"
 
-MAX_CURVES = 24
-"""Largest number of learning curves; the best ones are drawn."""
+MAX_CURVES = 24  # largest number of learning curves; the best ones are drawn
 
 
 @dataclass(frozen=True)

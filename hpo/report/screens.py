@@ -14,7 +14,7 @@ from rich.text import Text
 from hpo.outcome import Outcome
 from hpo.report.detailed import evaluations_of, headline
 from hpo.report.formats import describe_params, format_number, format_seconds, plural
-from hpo.report.messages import (
+from hpo.report.status import (
     budget_messages,
     limit_messages,
     objective_values,
@@ -23,8 +23,8 @@ from hpo.report.messages import (
     rank_name,
     resume_message,
     score_message,
+    study_status,
 )
-from hpo.report.status import study_status
 from hpo.report.terminal import Part, warning
 from hpo.report.trial_precision import precision_facts
 from hpo.study.reading.overview import StudyOverview

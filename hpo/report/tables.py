@@ -31,10 +31,8 @@ from hpo.study.reading.study_record import (
     device_kinds,
 )
 
-OUTCOMES = (*Outcome, "running", "waiting")
-"""Order of outcomes in tables."""
-ON = " on "
-"""Separator of a precision and a kind of device."""
+OUTCOMES = (*Outcome, "running", "waiting")  # order of outcomes in tables
+ON = " on "  # separator of a precision and a kind of device
 UNKNOWN = "unknown"
 QUANTITIES = (
     "train_examples_per_second",
@@ -247,10 +245,7 @@ class StudyTables:
 
     @cached_property
     def evaluations(self) -> pd.DataFrame:
-        """One row per evaluation of a trial: trial, precision, step, epoch, seconds, speed, every metric.
-
-        A metric of a task is in the column `<task>/<metric>`.
-        """
+        """One row per evaluation of a trial; a metric of a task is in the column `<task>/<metric>`."""
         rows = [
             {"number": trial.number, "precision": precision}
             | {name: value for name, value in vars(row).items() if name != "metrics"}

@@ -4,6 +4,9 @@ The key of a run is the same in any database, so another machine or a copy of th
 paused and continued trial is one run. Anybody who can write to the database controls names and texts, so
 control characters and names that MLflow refuses are replaced. Passwords and tokens are replaced too.
 
+A setting has its name in the study file, such as `data.source`. A setting of `training` has its bare name,
+so that `learning_rate` is one column, whether a study fixes or searches it.
+
 TensorBoard and W&B have a folder for each run, with a note of the shown state. A folder with an outdated note
 is written anew, because files do not show what a killed command left in them.
 """
@@ -20,6 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from hpo.config.definition import CHANGEABLE
+from hpo.config.trial_settings import BUDGETS
 from hpo.errors import printable, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
@@ -28,7 +33,71 @@ from hpo.report.formats import format_value
 from hpo.report.trial_precision import observed_precision
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, is_over
 from hpo.study.store.schema import EvaluationRow
-from hpo.track.settings import is_changeable, is_secret, section, study_settings, trial_settings
+
+_SECRET_NAME = re.compile(
+    r"(?i)(?:password|passwd|passphrase|secret|(?:^|[._-])(?:pass|pwd|credentials?)|(?:^|\.)token|"
+    r"(?:hf|api|access|auth|secret|private)[_-]?(?:key|token)s?|[_-](?:key|token))$"
+)
+_OTHER_NAME = re.compile(
+    r"(?i)(?:^|[._-])(?:pad|cls|mask|sep|bos|eos|unk|text|label|sort|group|first|study)[_-](?:key|token|pass)$"
+)
+"""Names of other settings, such as those of a tokenizer."""
+
+
+def is_secret(name: str) -> bool:
+    """Return True if a setting of this name may hold a password or a token."""
+    return bool(_SECRET_NAME.search(name)) and not _OTHER_NAME.search(name)
+
+
+def is_changeable(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{key}.") for key in CHANGEABLE)
+
+
+def study_settings(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a study: distributions, named `search_space.NAME`, and fixed values."""
+    space = section(definition, "search_space")
+    settings = {f"search_space.{name}": distribution for name, distribution in space.items()}
+    return settings | _fixed(definition, space)
+
+
+def trial_settings(definition: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a trial: searched values, and fixed values that cannot change."""
+    fixed = _fixed(definition, params).items()
+    return {**params, **{name: value for name, value in fixed if name.partition(".")[0] not in CHANGEABLE}}
+
+
+def _fixed(definition: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = ("given", "name", "tags", "search_space", "training")
+    fixed = _flat({key: value for key, value in definition.items() if key not in left_out})
+    training = section(definition, "training")
+    training |= section(training, "option")
+    training.pop("option", None)
+    if any(searched.get(budget) is not None for budget in BUDGETS):
+        training = {name: value for name, value in training.items() if name not in BUDGETS}
+    # These settings of `training` replace those of another section.
+    for name, other in (("encoder", "model"), ("init_scale", "amp")):
+        if name in searched or training.get(name) is not None:
+            replaced = f"{other}.{name}."
+            fixed = {key: value for key, value in fixed.items() if not f"{key}.".startswith(replaced)}
+        else:
+            training.pop(name, None)
+    return {name: value for name, value in (_flat(training) | fixed).items() if name not in searched}
+
+
+def section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = content.get(name)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _flat(content: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{above}{name}.")
+        else:
+            flat[f"{above}{name}"] = value
+    return flat
+
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
 MAX_NAME, MAX_TEXT = 200, 5000

@@ -17,8 +17,7 @@ from hpo.errors import TrackerError, shorten
 from hpo.redaction import without_secrets
 from hpo.track.runs import Run, is_noted, note
 
-INIT_SECONDS = 30.0
-"""Time limit of W&B to open a run."""
+INIT_SECONDS = 30.0  # time limit of W&B to open a run
 
 
 class WandbTracker:

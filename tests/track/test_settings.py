@@ -9,8 +9,7 @@ from support.worker_process import study
 
 from hpo.config.definition import CHANGEABLE
 from hpo.study.reading.study_record import StudyRecord
-from hpo.track.runs import MAX_TEXT, Run, runs_of
-from hpo.track.settings import is_secret, study_settings, trial_settings
+from hpo.track.runs import MAX_TEXT, Run, is_secret, runs_of, study_settings, trial_settings
 
 TOKEN = "hf_" + "a1B2" * 9
 

@@ -70,8 +70,7 @@ class TrialRecord:
     """Optuna's: of the study's limits, and `limits.FEASIBLE`."""
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     evaluations: Sequence[EvaluationRow] = ()
-    trained_seconds: float | None = None
-    """Seconds of training at its last evaluation; None: there is none."""
+    trained_seconds: float | None = None  # seconds of training at its last evaluation; None: there is none
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Detailed evaluations of its best checkpoint by split, as JSON."""
 

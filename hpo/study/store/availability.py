@@ -1,9 +1,8 @@
 """Availability of the database, and silence of the workers in it.
 
-A worker's heartbeat changes its row. Clocks of machines differ and can be set, so no two clocks are compared:
-a worker is silent while its row does not change, by the monotonic clock of the watching process. Time without
-access to the database does not count. After an outage, all workers were silent throughout it, and the first
-worker to return must not take over the trials of all others.
+No two clocks are compared: a worker is silent while its row does not change, by the monotonic clock of the
+watching process. Time without access to the database does not count. After an outage all workers were silent,
+and the first worker to return must not take over the trials of all others.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ T = TypeVar("T")
 
 TOKEN_ATTR = "hpo:token"
 """System attribute of a study: distinguishes it from a deleted study of the same name."""
-COMPARISON_ATTR = "comparison:"
-"""Prefix of a study's user attributes with results of `hpo compare`."""
+COMPARISON_ATTR = "comparison:"  # prefix of a study's user attributes with results of `hpo compare`
 
 
 def _in_optuna() -> sa.ColumnElement[bool]:
@@ -230,10 +229,7 @@ class Storage:
     def heard_workers(
         self, connection: sa.Connection, *where: sa.ColumnElement[bool]
     ) -> dict[str, sa.Row[Any]]:
-        """Return the rows of seemingly live workers, by id, for people to read.
-
-        It compares heartbeats with the database's clock. No decision uses it, because that clock can be set.
-        """
+        """Return the rows of workers with a fresh heartbeat by the database's clock, for people to read."""
         age = sa.func.abs(self.now - workers.c.last_seen) < self.lease_seconds
         query = sa.select(workers, age.label("is_fresh")).where(workers.c.state == "live", *where)
         rows = connection.execute(query).all()
@@ -241,10 +237,7 @@ class Storage:
         return {row.id: row for row in rows if running[row.id] or (running[row.id] is None and row.is_fresh)}
 
     def watch_workers(self, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
-        """Watch workers until one proves to be alive or all are dead; return the live ones.
-
-        A worker elsewhere takes until its next heartbeat or its lease's end. Raises StoppedError at `stop`.
-        """
+        """Watch workers until one proves to be alive or all are dead; return the live ones."""
         first: dict[str, float] = {}
         while live := self.read(lambda connection: self.live_workers(connection, *where)):
             for row in live.values():

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpo.study.running import pace as pace_module
-from hpo.study.running.pace import Pace
-from hpo.study.running.stopping import Stop
+from hpo.study.running import stopping as pace_module
+from hpo.study.running.stopping import Pace, Stop
 
 HOUR = 3600.0
 

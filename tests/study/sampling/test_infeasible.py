@@ -12,7 +12,7 @@ from support.scripted_study import ScriptedStudy
 from support.worker_process import study
 
 from hpo.outcome import Outcome
-from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS, Failures
+from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, Failures
 
 FP16 = ("fp_precision", "fp16")
 CHOICES = {

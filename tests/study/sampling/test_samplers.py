@@ -11,7 +11,7 @@ from support.worker_process import SPACE, study
 
 from hpo.config.search_space import suggest
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
+from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
