@@ -9,8 +9,15 @@ from typing import Any
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
-from hpo.data.advice import data_advice, study_lengths
-from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, data_facts, length_facts
+from hpo.data.checks import (
+    DataFacts,
+    LengthFacts,
+    TaskFacts,
+    data_advice,
+    data_facts,
+    length_facts,
+    study_lengths,
+)
 from hpo.data.dataset import load_data
 from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number, format_percent

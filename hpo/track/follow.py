@@ -8,6 +8,7 @@ its standard input closes, also if this process is killed.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -16,17 +17,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import IO, Protocol
 
 from hpo.config.choices import TrackerName
 from hpo.errors import InputError, TrackerError, shorten
+from hpo.redaction import without_secrets
+from hpo.report.report import write_report
 from hpo.study.reading.study_record import StudyRecord, is_over
 from hpo.track.mlflow_runs import MlflowTracker
-from hpo.track.runs import Run, runs_of
+from hpo.track.runs import Run, digest_of, runs_of, without_secret_settings
 from hpo.track.tensorboard_files import TensorboardTracker
 from hpo.track.wandb_runs import WandbTracker
 from hpo.versions import install_hint
@@ -45,8 +49,11 @@ class Tracker(Protocol):
     def where(self) -> str:
         """Address or folder, for people."""
 
-    def show(self, run: Run, /) -> bool:
-        """Show a trial or a study; return True if this changed anything."""
+    def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
+        """Show a trial or a study; return True if this changed anything.
+
+        `write_files` writes the report into a folder, for a tracker that stores files with a run.
+        """
 
     def close(self) -> None:
         """Finish open runs."""
@@ -71,8 +78,8 @@ class Follower:
         self._heartbeats: dict[str, datetime] = {}
         self._heard = time.monotonic()
 
-    def update(self) -> Shown:
-        """Show the present state of the study. Raises TrackerError."""
+    def update(self, *, is_last: bool = True) -> Shown:
+        """Show the present state of the study, with its report if `is_last`. Raises TrackerError."""
         started = time.monotonic()
         record = self._read()
         self._read_seconds = time.monotonic() - started
@@ -81,17 +88,22 @@ class Follower:
             if self._show(run):
                 self._changed.add(run.key)
         if runs and runs[0].study is not None:
-            self._show(runs[0].study)
+            study, write = runs[0].study, None
+            if is_last or is_over(record):
+                report_of = digest_of([run.digest for run in runs])  # makes a run without this report differ
+                study = replace(study, facts={**study.facts, "report_of": report_of})
+                write = partial(write_files, record)
+            self._show(study, write)
         # The clock of the database may be set, so the time between two heartbeats is measured here.
         heartbeats = {worker.id: worker.last_seen for worker in record.workers}
         if heartbeats != self._heartbeats:
             self._heartbeats, self._heard = heartbeats, time.monotonic()
         return Shown(len(runs), len(self._changed), is_over(record), time.monotonic() - self._heard)
 
-    def _show(self, run: Run) -> bool:
+    def _show(self, run: Run, write: Callable[[Path], None] | None = None) -> bool:
         if self._digests.get(run.key) == run.digest:
             return False
-        has_changed = self._tracker.show(run)
+        has_changed = self._tracker.show(run, write)
         self._digests[run.key] = run.digest
         return has_changed
 
@@ -104,7 +116,7 @@ class Follower:
         while True:
             is_last = stop.is_set()
             try:
-                shown = self.update()
+                shown = self.update(is_last=is_last)
             except TrackerError as error:
                 if is_last:
                     raise
@@ -127,6 +139,21 @@ class Follower:
             stop.wait(max(UPDATE_SECONDS, 20 * self._read_seconds))
 
 
+def write_files(record: StudyRecord, folder: Path) -> None:
+    """Write the report of a study and its definition, without secrets. Raises TrackerError."""
+    record = replace(record, definition=without_secret_settings(record.definition))
+    try:
+        write_report(record, folder / "report")
+    except Exception as error:
+        raise TrackerError(
+            f"All trials are shown, but the report could not be written: {type(error).__name__}: {error}. "
+            f"Run `hpo report {record.name}` to see why."
+        ) from error
+    (folder / "study.json").write_text(json.dumps(record.definition, indent=2))
+    for path in folder.rglob("*.*"):
+        path.write_text(without_secrets(path.read_text()))
+
+
 def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Path) -> Tracker:
     """Return the tracker of this name for a study. Raises InputError if it cannot be used."""
     try:
@@ -139,7 +166,7 @@ def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Pat
         raise InputError(f"{name} must be installed, but: {error}. {install_hint(name)}") from None
 
 
-LEAVE_SECONDS = 120.0  # longest wait at the end of a run for the tracker's last updates
+LEAVE_SECONDS = 120.0  # longest wait at the end of a run for the tracker's last updates and the report
 
 
 @contextmanager

@@ -8,9 +8,11 @@ refuses another value of a param, so a param keeps its first value.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import sqlalchemy as sa
@@ -77,7 +79,7 @@ class MlflowTracker:
         page = f"/#/experiments/{self._experiment_id}/runs" if self._address.startswith("http") else ""
         return f"{self._address}{page}, experiment {self._experiment}"
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
         with self._errors_explained():
             self._connect()
             known = self._find(run)
@@ -85,6 +87,10 @@ class MlflowTracker:
                 return False
             try:
                 self._send(known, run)
+                if write_files:
+                    with TemporaryDirectory() as folder:
+                        write_files(Path(folder))
+                        self._client.log_artifacts(known.run_id, folder)
                 self._send_tags(known, run)
             except Exception:
                 self._experiment_id = ""  # read all again: a person or another command may have deleted it
@@ -230,5 +236,10 @@ class MlflowTracker:
 
 
 def _status_of(error: Any) -> int:
-    """Return the HTTP status of an error of MLflow. A locked or new database counts as unreachable."""
-    return int(error.get_http_status_code()) if hasattr(error, "get_http_status_code") else 500
+    """Return the HTTP status of an error of MLflow, or of `requests` for artifacts."""
+    if isinstance(error, ImportError):  # the store of the artifacts needs another library
+        return 400
+    if hasattr(error, "get_http_status_code"):
+        return int(error.get_http_status_code())
+    # A locked database, or one in creation, counts as unreachable.
+    return int(getattr(getattr(error, "response", None), "status_code", 500))

@@ -49,6 +49,16 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _OTHER_NAME.search(name)
 
 
+def without_secret_settings(content: Any) -> Any:
+    """Return the content of a study file with `***` for the values of secret settings."""
+    if isinstance(content, Mapping):
+        return {
+            name: HIDDEN if value and is_secret(name) else without_secret_settings(value)
+            for name, value in content.items()
+        }
+    return [without_secret_settings(item) for item in content] if isinstance(content, list) else content
+
+
 def is_changeable(name: str) -> bool:
     return any(f"{name}.".startswith(f"{key}.") for key in CHANGEABLE)
 
@@ -141,8 +151,11 @@ class Run:
 
     @property
     def digest(self) -> str:
-        content = repr(asdict(replace(self, study=None)))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return digest_of(asdict(replace(self, study=None)))
+
+
+def digest_of(content: Any) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def runs_of(record: StudyRecord, token: str) -> list[Run]:

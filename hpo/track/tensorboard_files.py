@@ -33,7 +33,7 @@ class TensorboardTracker:
     def where(self) -> str:
         return f"{self._folder}: tensorboard --logdir {self._folder}"
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, _: object = None, /) -> bool:
         folder = self._folder / (run.name.replace(" ", "-") if run.study else "study")
         if run.key not in self._open:
             if is_noted(folder, run):

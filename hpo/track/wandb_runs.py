@@ -1,16 +1,18 @@
 """Runs of Weights & Biases in a project named like the study; a run's id is its key.
 
-With `WANDB_MODE=offline` runs are files, for `wandb sync` to send later. A server continues the run of an id
-and ignores a repeated step; the files of an outdated run are written anew.
+The run of the study has the report as an artifact. With `WANDB_MODE=offline` runs are files, for `wandb sync`
+to send later. A server continues the run of an id and ignores a repeated step; the files of an outdated run
+are written anew.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hpo.errors import TrackerError, shorten
@@ -38,7 +40,7 @@ class WandbTracker:
     def where(self) -> str:
         return f"W&B, project {self._project}, files in {self._folder / 'wandb'}"
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, write_files: Callable[[Path], None] | None = None, /) -> bool:
         with self._errors_explained():
             if run.key not in self._open:
                 before = list(self._folder.glob(f"wandb/*run-*-{run.key}"))
@@ -50,6 +52,8 @@ class WandbTracker:
                 if point.step >= opened.step:
                     opened.log({**point.metrics, "_timestamp": point.time}, step=point.step, commit=True)
             opened.config.update({**run.params, **run.facts}, allow_val_change=True)
+            if write_files:
+                self._log_files(opened, run, write_files)
             if run.status != "running":
                 opened.summary.update(run.results)
                 self._end(run.key, has_ended=run.status != "waiting", failed=run.status == "failed")
@@ -87,6 +91,13 @@ class WandbTracker:
             reinit="create_new",
             settings=self._wandb.Settings(**options),
         )
+
+    def _log_files(self, opened: Any, run: Run, write_files: Callable[[Path], None]) -> None:
+        artifact = self._wandb.Artifact(f"report-{run.key}", type="report")
+        with TemporaryDirectory() as folder:
+            write_files(Path(folder))
+            artifact.add_dir(folder)  # copies the files
+        opened.log_artifact(artifact)
 
     def _end(self, key: str, *, has_ended: bool, failed: bool) -> None:
         opened = self._open.pop(key)

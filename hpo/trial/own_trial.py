@@ -331,7 +331,13 @@ class OwnTrial(BaseRun):
         self.mixed_precision.check()
         synchronize(self.parts.device)
         self.meter.stop()
-        self._count_report()
+        state = self.state
+        if self._step_ended is not None:
+            state.evaluation_seconds += self.clock.now() - self._step_ended
+            self._step_ended = None
+        state.step = max(state.step, self._reported_step + 1)
+        state.num_evaluations += 1
+        self._reported_step = state.step
         self._done = done
         paused = None
         try:
@@ -345,16 +351,6 @@ class OwnTrial(BaseRun):
             if paused:
                 raise paused
         self.clock.start()
-
-    def _count_report(self) -> None:
-        """Count an evaluation; each is at a later step than the one before."""
-        state = self.state
-        if self._step_ended is not None:
-            state.evaluation_seconds += self.clock.now() - self._step_ended
-            self._step_ended = None
-        state.step = max(state.step, self._reported_step + 1)
-        state.num_evaluations += 1
-        self._reported_step = state.step
 
     def _evaluation(self, metrics: Mapping[str, float], done: float) -> Evaluation:
         state, nested = self.state, dict[str, dict[str, float]]()

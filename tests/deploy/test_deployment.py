@@ -22,8 +22,9 @@ from hpo.device import DeviceInfo
 from hpo.errors import RunError
 from hpo.inference.model import TrainedModel
 from hpo.training.metrics import primary_mean
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import StoredTrial
 
 pytestmark = pytest.mark.usefixtures("onnx_exports")
 
@@ -33,7 +34,7 @@ QUICK = TimingBudget(rounds=2, seconds=0.1)
 def trained(executor: Executor, folder: Path) -> Path:
     result = executor.run({}, folder / "trial", "key")
     assert result.outcome == "complete", result.reason
-    source = TrialSource(0, {}, result.telemetry)
+    source = StoredTrial(0, {}, result.telemetry)
     return export_checkpoint(executor, folder / "trial", folder / "export", source)
 
 
@@ -168,7 +169,7 @@ def test_loaded_form_predicts_the_scored_labels(
 
 def test_flash_attention_becomes_sdpa_on_a_cpu(mood: tuple[Executor, Path], tmp_path: Path) -> None:
     executor, exported = mood
-    source = TrialSource(0, {"attention": "flash"}, {})
+    source = StoredTrial(0, {"attention": "flash"}, {})
     flash = export_checkpoint(executor, exported.with_name("trial"), tmp_path / "export", source)
     assert json.loads((flash / "hpo.json").read_text())["attention"] == "flash"
     builder = ArtifactBuilder(flash, tmp_path / "artifacts", "cpu", trust_remote_code=False)

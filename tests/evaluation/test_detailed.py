@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from support import every_kind
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
@@ -25,7 +26,7 @@ from hpo.evaluation.detailed import (
     predict_split,
     worst_mistakes,
 )
-from hpo.evaluation.record import DetailedEvaluation
+from hpo.evaluation.record import DetailedEvaluation, read_document
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds
@@ -97,9 +98,9 @@ def test_metrics_equal_the_scores(split: TokenizedSplit, evaluation: DetailedEva
 
 def test_record_survives_json(evaluation: DetailedEvaluation) -> None:
     content = json.loads(json.dumps(evaluation.as_json(), allow_nan=False))
-    assert DetailedEvaluation.from_json(content) == evaluation
+    assert TypeAdapter(DetailedEvaluation).validate_python(content) == evaluation
     earlier = {**content, "tasks": {name: {**of, "calibration": {}} for name, of in content["tasks"].items()}}
-    assert DetailedEvaluation.from_json(earlier) == evaluation, "a removed part is ignored"
+    assert read_document(earlier) == earlier, "a removed part is ignored"
     keys = "kind num_rows metrics threshold decisions classes confusion worst warnings"
     assert list(content["tasks"]["topic"]) == keys.split()
     assert content["tasks"]["evidence"]["decisions"]["merge_gap"] == 2
@@ -111,7 +112,12 @@ def test_one_row_and_no_labelled_row() -> None:
         split = split_of(rows)
         predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
         found = evaluate_predictions(predicted, split_name="test", num_resamples=20)
-        assert DetailedEvaluation.from_json(json.loads(json.dumps(found.as_json(), allow_nan=False))) == found
+        assert (
+            TypeAdapter(DetailedEvaluation).validate_python(
+                json.loads(json.dumps(found.as_json(), allow_nan=False))
+            )
+            == found
+        )
         assert all(task.warnings for task in found.tasks.values())
     assert found.score is None
     for task in found.tasks.values():

@@ -136,3 +136,17 @@ def test_decoder_without_special_tokens_predicts_and_exports(tmp_path: Path) -> 
     for ours, single, graph in zip(together, alone, by_onnx, strict=True):
         assert ours == pytest.approx(single, abs=1e-5)
         assert ours == pytest.approx(graph, abs=1e-5)
+
+
+def test_check_warns_of_a_decoder_for_tasks_of_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_every_kind(tmp_path, model={"encoder": DECODERS["qwen3"]}, search_space={})
+    executor = Executor(resolve_study(load_study(path), CPU), tmp_path / "runs")
+    executor.check_study()
+    assert "sees only the text before it, but reason, places, evidence, name may need" in caplog.text
+    assert "The first token, where `no answer` is marked, knows nothing of the text." in caplog.text
+    caplog.clear()
+    executor.loader.tasks = tuple(task for task in executor.tasks if task.name == "places")
+    executor.check_study()
+    assert caplog.messages[-1].endswith("but places may need the text after it.")

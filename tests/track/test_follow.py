@@ -21,7 +21,7 @@ class FakeTracker:
     def __init__(self) -> None:
         self.shown: list[Run] = []
 
-    def show(self, run: Run, /) -> bool:
+    def show(self, run: Run, write_files: object = None, /) -> bool:  # noqa: ARG002
         self.shown.append(run)
         return True
 
@@ -33,20 +33,22 @@ def test_updates_send_changed_runs_alone(tracked: TrackedStudy) -> None:
     tracked.run("complete", "complete")
     tracker = FakeTracker()
     follower = Follower(lambda: tracked.record, tracked.storage.study_token(tracked.name), tracker)
-    follower.update()
+    follower.update(is_last=False)
     tracked.run("pruned")
-    shown = follower.update()
+    shown = follower.update(is_last=False)
     study = f"study {tracked.name}"
     assert [run.name for run in tracker.shown] == ["trial 0", "trial 1", study, "trial 2", study]
     assert (shown.runs, shown.changed, shown.is_over) == (3, 3, False)
+    assert not any("report_of" in run.facts for run in tracker.shown)
 
 
-def test_follow_ends_with_the_study(tracked: TrackedStudy) -> None:
+def test_follow_ends_with_report_of_study(tracked: TrackedStudy) -> None:
     tracked.run("complete")
     tracked.resize(1)
     tracker = FakeTracker()
     follower = Follower(lambda: tracked.record, tracked.storage.study_token(tracked.name), tracker)
     assert follower.follow(threading.Event()).is_over
+    assert "report_of" in tracker.shown[-1].facts
 
 
 class StopAfter(threading.Event):

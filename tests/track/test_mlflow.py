@@ -232,7 +232,7 @@ def test_two_commands_create_database_at_once(tracked: TrackedStudy, monkeypatch
 
 
 @pytest.mark.usefixtures("mlflow_server")
-def test_run_of_study(tracked: TrackedStudy) -> None:
+def test_run_of_study_has_report(tracked: TrackedStudy) -> None:
     tracked.run("complete", "pruned")
     tracked.tracked("mlflow")
     study = all_runs(tracked.name)[f"study {tracked.name}"]
@@ -243,8 +243,16 @@ def test_run_of_study(tracked: TrackedStudy) -> None:
     assert study["tags"].items() >= {"n_trials": "9", "trials_done": "2", "best_trial": "0"}.items()
     assert study["points"]["best/score"][0][:2] == (2, 0.5)
 
+    folder = Path(client().download_artifacts(study["id"], "", str(tracked.folder)))
+    definition = json.loads((folder / "study.json").read_text())
+    assert definition == tracked.record.definition
+    assert tracked.name in (folder / "report/report.html").read_text()
+    assert len((folder / "report/tables/trials.csv").read_text().splitlines()) == 3
+
     tracked.resize(3)
     tracked.run("complete")
     tracked.tracked("mlflow")
     study = all_runs(tracked.name)[f"study {tracked.name}"]
     assert (study["status"], study["tags"]["n_trials"]) == ("FINISHED", "3")
+    folder = Path(client().download_artifacts(study["id"], "", str(tracked.folder)))
+    assert len((folder / "report/tables/trials.csv").read_text().splitlines()) == 4

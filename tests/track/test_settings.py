@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from support.worker_process import study
 
 from hpo.config.definition import CHANGEABLE
 from hpo.study.reading.study_record import StudyRecord
+from hpo.track.follow import write_files
 from hpo.track.runs import MAX_TEXT, Run, is_secret, runs_of, study_settings, trial_settings
 
 TOKEN = "hf_" + "a1B2" * 9
@@ -99,7 +101,7 @@ def both_runs(record: StudyRecord) -> tuple[Run, Run]:
     return run, run.study
 
 
-def test_runs_hide_secrets() -> None:
+def test_runs_and_files_hide_secrets(tmp_path: Path) -> None:
     option = {"hf_token": "plain-secret", "api_key": "other-secret"}
     record = record_with(
         data={"path": "https://me:url-secret@host/a.csv", "labels": [f"x {TOKEN}"]},
@@ -115,14 +117,21 @@ def test_runs_hide_secrets() -> None:
         assert TOKEN not in shown
         assert run.params["hf_token"] == run.params["api_key"] == "***"
         assert run.params["data.path"] == "https://me:***@host/a.csv"
+    write_files(record, tmp_path)
+    for path in tmp_path.rglob("*.*"):
+        text = path.read_text()
+        assert "-secret" not in text, path
+        assert TOKEN not in text, path
 
 
-def test_long_values_are_cut() -> None:
+def test_long_values_are_whole_in_file_alone(tmp_path: Path) -> None:
     labels = [f"label {number}" for number in range(2000)]
     record = record_with(data={"tasks": {"topic": {"labels": labels}}})
     for run in both_runs(record):
         assert len(str(run.params["data.tasks.topic.labels"])) == MAX_TEXT
         assert str(run.params["data.tasks.topic.labels"]).endswith(" ...")
+    write_files(record, tmp_path)
+    assert "label 1999" in (tmp_path / "study.json").read_text()
 
 
 def test_former_statements_become_empty() -> None:

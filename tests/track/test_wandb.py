@@ -43,7 +43,7 @@ def records(path: Path) -> Iterator[Any]:
 
 def run_of(folder: Path, number: int | str) -> dict[str, Any]:
     (path,) = folder.glob(f"wandb/offline-run-*-{number}/*.wandb")
-    found: dict[str, Any] = {"history": [], "config": {}, "summary": {}, "exit": None}
+    found: dict[str, Any] = {"history": [], "config": {}, "summary": {}, "exit": None, "files": set()}
     for record in records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -54,6 +54,11 @@ def run_of(folder: Path, number: int | str) -> dict[str, Any]:
         for part in ("config", "summary"):
             for item in getattr(record, part).update if kind == part else ():
                 found[part][item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+        if kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+            manifest = record.request.log_artifact.artifact.manifest
+            found["files"] = {entry.path for entry in manifest.contents}
+        if kind == "artifact":
+            found["files"] = {entry.path for entry in record.artifact.manifest.contents}
         if kind == "exit":
             found["exit"] = record.exit.exit_code
     return found
@@ -77,6 +82,7 @@ def test_each_trial_is_one_run(tracked: TrackedStudy) -> None:
     assert found[0]["config"].items() >= {**trial.params, "outcome": "complete"}.items()
     whole = run_of(folder, "study")
     assert (whole["id"], whole["config"]["n_trials"]) == (f"{token}-study", "9")
+    assert whole["files"] >= {"study.json", "report/report.html", "report/tables/trials.csv"}
 
     before = sorted(path.name for path in folder.glob("wandb/offline-run-*"))
     assert tracked.tracked("wandb")["changed"] == 0
