@@ -15,11 +15,11 @@ from support.study_records import fake_record, fake_trial, record_of
 from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
-from hpo.report import best_screens, progress, screens, terminal
+from hpo.report import best_screens, screens, terminal
 from hpo.report.best_screens import summary
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
-from hpo.report.progress import StudyDisplay
+from hpo.report.screens import StudyDisplay
 from hpo.report.status import study_status
 from hpo.report.terminal import print_parts
 from hpo.study.reading.study_record import WorkerRecord
@@ -86,7 +86,7 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
     screen, clock = Screen(250 if terminal else 80, terminal), [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(screens.time, "monotonic", lambda: clock[0])
     shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen.console)
     for second in range(50):
         clock[0] = float(second)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpo.study.store import availability
-from hpo.study.store.availability import Availability
+from hpo.study.store import storage as availability
+from hpo.study.store.storage import Availability
 
 GAP = 30.0
 
