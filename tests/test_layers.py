@@ -19,23 +19,8 @@ from hpo.tasks.kind import KINDS
 
 PACKAGE = Path(__file__).parents[1] / "hpo"
 FLOORS = (
-    "cli",
-    "api",
-    "track",
-    "report",
-    "cluster",
-    "compare",
-    "study",
-    "deploy",
-    "trial",
-    "inference",
-    "evaluation",
-    "training",
-    "models",
-    "data",
-    "config",
-    "tasks",
-    "precision",
+    *("cli", "api", "track", "report", "cluster", "compare", "study", "deploy", "trial", "inference"),
+    *("evaluation", "training", "models", "data", "config", "tasks", "precision"),
 )
 ROOMS = ("running", "reading", "checkpoints", "claims", "sampling", "store")
 """The rooms of `study`, the highest first."""

@@ -148,16 +148,6 @@ def test_wrong_code_is_refused_before_the_study_is_stored(
     assert hpo_command(tmp_path, "status", "tiny").exit_code == 2, "nothing is stored"
 
 
-def test_failing_metric_stops_the_run_with_its_line(tmp_path: Path) -> None:
-    """Each trial would fail in the same way."""
-    broken = "if list(truths) != list(predictions):\n        raise ValueError('not equal')\n    return 1.0"
-    source = MODELS.replace("return cohen_kappa_score(truths, predictions)", broken)
-    write_models(tmp_path, source, training=PLAIN | {"max_steps": 1, "learning_rate": 1e-9}, search_space={})
-    ended = hpo_command(tmp_path, "run", "tiny.yaml")
-    assert (ended.exit_code, "own_kind.py:43: ValueError: not equal" in ended.err) == (2, True), ended.err
-    assert "Traceback" not in ended.err
-
-
 def examples_of(task: str, truths: list[Any]) -> list[Example]:
     return [Example(str(n), "x", {task: one}, {}, annotated={task}) for n, one in enumerate(truths)]
 
@@ -274,23 +264,6 @@ def test_metric_without_a_value_is_refused_before_the_study(
         executor_of(
             tmp_path, f"{MODELS}\n\n{metric}", data=data, objective={"metric": objective}
         ).check_study()
-
-
-def test_wrong_metrics_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="must be `minimize` for `times/cost`: smaller is better"):
-        load_study(write_models(tmp_path, objective={"metric": "times/cost"}))
-    write_models(tmp_path, objective={"metric": "tone/kapa"}, constraints={})
-    refused = hpo_command(tmp_path, "check", "tiny.yaml")
-    message = "objective.metric: no task of this study has 'tone/kapa'. Did you mean `tone/kappa`?"
-    assert (refused.exit_code, message in refused.err) == (2, True), refused
-
-
-@pytest.mark.parametrize(
-    "setting", [{"dropout": 0.0}, {"attention": "eager"}, {"freeze_layers": 1}, {"layerwise_lr_decay": 0.9}]
-)
-def test_settings_of_the_inside_are_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=f"{next(iter(setting))}: the encoder `gru`"):
-        executor_of(tmp_path, training=PLAIN | setting).check_study()
 
 
 MARKED = """

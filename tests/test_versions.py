@@ -7,12 +7,9 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from itertools import chain
 from pathlib import Path
-from typing import get_args
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from hpo.versions import Extra, install_hint
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -40,14 +37,6 @@ def test_hints_name_an_extra_of_this_project() -> None:
     found = {str(path.relative_to(ROOT)): wrong_hints(path.read_text()) for path in TEXTS}
     assert len(found) > 200
     assert {file: wrong for file, wrong in found.items() if wrong} == {}
-
-
-def test_the_function_takes_only_extras_of_this_project() -> None:
-    assert set(get_args(Extra)) <= EXTRAS
-    assert install_hint("fp8") == (
-        "To install it, run `make install EXTRAS=fp8` in your clone of hpo, or `pip install 'WHEEL[fp8]'` "
-        "with the path of its wheel."
-    )
 
 
 # Pins

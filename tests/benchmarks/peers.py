@@ -34,32 +34,26 @@ LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed"}
 class PeerModel(nn.Module):
     """An encoder, the mean over its tokens, a linear layer for each task; returns the summed loss and logits.
 
-    The encoder is MiniLM, one in a folder, or a fresh one of a configuration with `model_type`. Heads have
-    the dtype of its weights, as those of `AutoModelForSequenceClassification` have.
+    The encoder is MiniLM, or a fresh one of a configuration with `model_type`.
     """
 
     def __init__(
-        self,
-        tasks: Mapping[str, Mapping[str, Any]],
-        encoder: str | Mapping[str, Any] = "minilm",
-        seed: int = SEED,
+        self, tasks: Mapping[str, Mapping[str, Any]], encoder: str | Mapping[str, Any] = "minilm"
     ) -> None:
         super().__init__()
         dropout = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
         self.tasks = dict(tasks)
         if isinstance(encoder, str):
-            pretrained = minilm_folder() if encoder == "minilm" else encoder
-            config = AutoConfig.from_pretrained(pretrained, **dropout)
-            self.encoder = AutoModel.from_pretrained(pretrained, config=config, add_pooling_layer=False)
+            config = AutoConfig.from_pretrained(minilm_folder(), **dropout)
+            self.encoder = AutoModel.from_pretrained(minilm_folder(), config=config, add_pooling_layer=False)
         else:
             options = {key: value for key, value in encoder.items() if key != "tokenizer"}
             config = AutoConfig.for_model(**options, **dropout)
             self.encoder = AutoModel.from_config(config, add_pooling_layer=False)
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         self.dropout = nn.Dropout(DROPOUT)
         self.heads = nn.ModuleList(
-            nn.Linear(config.hidden_size, len(task["classes"]), dtype=self.encoder.dtype)
-            for task in tasks.values()
+            nn.Linear(config.hidden_size, len(task["classes"])) for task in tasks.values()
         )
         self.train()  # from_pretrained leaves its dropout off, and Lightning leaves it as it is
 
@@ -75,13 +69,10 @@ class PeerModel(nn.Module):
         losses = [
             F.cross_entropy(output.float(), target)
             if task["kind"] == "single_label"
-            else self.multi_label_loss(output.float(), target)
+            else F.binary_cross_entropy_with_logits(output.float(), target)
             for output, target, task in zip(logits, labels, self.tasks.values(), strict=True)
         ]
         return {"loss": torch.stack(losses).sum(), "logits": tuple(logits)}
-
-    def multi_label_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(logits, target)
 
 
 def minilm_folder() -> str:
@@ -168,7 +159,7 @@ def run_trainer(
     folder: Path, workload: Workload, precision: str, *, sampling: str = "random", **more: Any
 ) -> dict[str, Any]:
     """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`, `more` are other arguments of it."""
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     clock = StepClock(workload.device)
 
@@ -176,12 +167,26 @@ def run_trainer(
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.step()
 
-    more |= {"learning_rate": LEARNING_RATE, "train_sampling_strategy": sampling}
+    arguments = {
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": workload.batch_size,
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": WEIGHT_DECAY,
+        "train_sampling_strategy": sampling,
+        "bf16": precision == "bf16",
+        "use_cpu": workload.device == "cpu",
+        "dataloader_pin_memory": workload.device != "cpu",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "seed": SEED,
+    }
     train, validation = read_splits(folder, workload)
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
             model=peer_model(folder, workload),
-            args=trainer_arguments(workload, precision, output, **more),
+            args=TrainingArguments(output_dir=output, **(arguments | more)),
             data_collator=pad,
             train_dataset=train,
             eval_dataset=validation,
@@ -202,26 +207,6 @@ def run_tuned_trainer(folder: Path, workload: Workload, precision: str) -> dict[
         per_device_eval_batch_size=workload.batch_size,
         dataloader_num_workers=LOADERS[workload.device],
     )
-
-
-def trainer_arguments(workload: Workload, precision: str, folder: str, **more: Any) -> Any:
-    """Trainer's arguments for our work; all else is its default."""
-    from transformers import TrainingArguments
-
-    ours = {
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": workload.batch_size,
-        "weight_decay": WEIGHT_DECAY,
-        "bf16": precision == "bf16",
-        "use_cpu": workload.device == "cpu",
-        "dataloader_pin_memory": workload.device != "cpu",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "seed": SEED,
-    }
-    return TrainingArguments(output_dir=folder, **(ours | more))
 
 
 def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import os
 import re
 import signal
@@ -17,8 +16,6 @@ from support.command_line import COMMANDS, ROOT, Finished, finish, hpo_command, 
 from support.tiny import write_study
 
 from hpo.cli.options import ended_at_once
-from hpo.errors import DataError
-from hpo.precision.table import PRECISION_NAMES
 from hpo.study.running.stopping import stop_on_signals
 from hpo.study.store.storage import open_storage
 
@@ -128,16 +125,6 @@ def test_an_unexpected_error_is_not_swallowed(tmp_path: Path, monkeypatch: pytes
         hpo_command(tmp_path, "run", "tiny.yaml")
 
 
-def test_verify_measures_precisions(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    found = ok(hpo_command(tmp_path, "verify", "tiny.yaml", "--repeats", "1", "--json")).json
-    assert found.keys() == {"device", "precisions", "recommendation"}
-    assert [row["name"] for row in found["precisions"]] == list(PRECISION_NAMES)
-    bf16 = found["precisions"][PRECISION_NAMES.index("bf16")]["compatibility"]
-    assert bf16["verdict"] == "ok"
-    assert 0 < max(bf16["measurement"]["logits_relative_error"].values()) < 0.1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -174,21 +161,6 @@ def test_a_folder_without_write_access_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "runs").read_text() == "no folder"
 
 
-@pytest.mark.parametrize("command", ["run", "train"])
-def test_slow_steps_are_logged_on_stderr(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    def slow(*_: object, **__: object) -> None:
-        logging.getLogger("hpo.data").info("tokenising %s texts", 20_000)
-        raise DataError("and then it ends")
-
-    write_study(tmp_path)
-    monkeypatch.setattr("hpo.trial.parts.load_data", slow)
-    finished = hpo_command(tmp_path, command, "tiny.yaml")
-    assert finished.err == "tokenising 20000 texts\nError: and then it ends\n"
-    assert hpo_command(tmp_path, command, "tiny.yaml", "--json").err == "Error: and then it ends\n"
-
-
 def test_a_second_interrupt_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt_twice() -> None:
         with ended_at_once(), stop_on_signals() as stop:
@@ -203,19 +175,3 @@ def test_a_second_interrupt_ends_at_once(capsys: pytest.CaptureFixture[str]) -> 
     assert end.value.exit_code == 130
     assert "Ended at once." in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_ctrl_c_during_the_imports_has_no_traceback() -> None:
-    program = """
-import os, signal, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "hpo.cli.commands":
-            os.kill(os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Finder())
-from hpo.__main__ import main
-main()
-"""
-    command = [sys.executable, "-c", program, "--help"]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")

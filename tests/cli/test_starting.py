@@ -38,17 +38,3 @@ def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     refused(hpo_command(tmp_path, "new", "first"), "first/my_tasks.py must not exist yet; nothing was writt")
     assert [*own.parent.iterdir()] == [own]
     assert own.read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"),
-    [
-        ("a study", "The name of the folder must be letters, digits"),
-        ("file/inside", "file/inside: cannot be written: Not a directory"),
-    ],
-)
-def test_an_impossible_folder_is_refused(tmp_path: Path, folder: str, message: str) -> None:
-    (tmp_path / "file").touch()
-    error = refused(hpo_command(tmp_path, "new", folder)).err
-    assert " ".join(error.split()).count(message) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from typing import get_args
 
 import pytest
-import torch
 
 from hpo.config.trial_settings import TrialSettings
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS
@@ -29,7 +28,3 @@ def choices(setting: str) -> set[str]:
 )
 def test_choices_of_setting_are_implemented(setting: str, known: Collection[str]) -> None:
     assert choices(setting) == set(known)
-
-
-def test_compile_modes_are_pytorchs() -> None:
-    assert choices("compile") - {"none"} <= set(torch._inductor.list_mode_options())

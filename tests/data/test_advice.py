@@ -113,24 +113,3 @@ def test_similar_classes_are_reported(one: str, other: str, alike: bool) -> None
     assert ["are different classes, but" in text for text in advice(task({one: 1, other: 1}))] == [
         True
     ] * alike
-
-
-@pytest.mark.parametrize("label", ["None", "NaN", "nan", "NULL", "N/A", "<NA>"])
-def test_inferred_classes_for_missing_values_are_reported(label: str) -> None:
-    (found,) = advice(task({label: 1, "yes": 1}, is_inferred=True))
-    assert found.startswith(f"`tone`: `{label}` is a class: if it means that nobody labelled the row")
-    assert not advice(task({label: 1, "yes": 1}))
-
-
-@pytest.mark.parametrize(
-    ("settings", "num"),
-    [
-        ({"training": {"batch_size": 100}}, None),
-        ({"training": {"batch_size": 101}}, 101),
-        ({"search_space": {"batch_size": {"type": "categorical", "choices": [8, 500]}}}, 500),
-        ({"search_space": {"batch_size": {"type": "int", "low": 8, "high": 256, "log": True}}}, 256),
-    ],
-)
-def test_a_batch_over_the_training_texts_is_reported(settings: dict[str, Any], num: int | None) -> None:
-    expected = f"`batch_size` {num} is more than the 100 texts of train: each step sees all of them."
-    assert [one.startswith(expected) for one in advice(study=settings)] == [True] * (num is not None)

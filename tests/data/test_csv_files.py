@@ -95,9 +95,3 @@ GOOD = excel(ROWS)
 def test_errors_of_unreadable_files_name_the_option(content: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         load(tmp_path, content)
-
-
-def test_a_text_of_a_million_characters_is_read_whole(tmp_path: Path) -> None:
-    text = "Grüße; " * 150_000
-    dataset = load(tmp_path, excel([*ROWS, [text, "freundlich", "spät", "1"]]).encode())
-    assert dataset.splits["train"][-1].text == text

@@ -51,28 +51,6 @@ def texts(dataset: DataSet) -> list[str]:
     return [row.text for row in dataset.splits["train"]]
 
 
-def test_a_broken_file_is_refused_with_its_cause(folder: Path) -> None:
-    for split in SPLITS:
-        (folder / f"{split}.jsonl").write_text('{"text": "a", "text": "b"}\n')
-    with pytest.raises(DataError, match=r"cannot load .*ArrowInvalid: JSON parse error: Column\(/text\) was"):
-        hub(folder)
-
-
-def test_settings_of_csv_are_refused_for_other_files(folder: Path) -> None:
-    for split in SPLITS:
-        (folder / f"{split}.jsonl").write_text('{"id": "a", "text": "b", "t": "c"}\n')
-    with pytest.raises(DataError, match=r"data\.csv: .* csv files, but .* Leave `data\.csv` out"):
-        hub(folder, csv={"list_separator": ","})
-
-
-@pytest.mark.parametrize(("option", "value"), [("column_names", ["id", "text", "t"]), ("na_values", ["a"])])
-def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
-    write_csv(folder, "id,text,t", "{}1,one,a", "{}2,two,b")
-    write_card(folder, {"configs": [{**FILES, option: value}]})
-    with pytest.raises(DataError, match=rf"data\.hub\.name: .*`{option}: .*Download .* `source: csv`"):
-        hub(folder)
-
-
 def test_settings_of_the_study_replace_the_card(folder: Path) -> None:
     write_csv(folder, "id^text^t", "{}1^caf\u00e9^a", "{}2^two^b", encoding="cp1252")
     write_card(folder, {"configs": [{**FILES, "sep": ",", "encoding": "utf-8", "engine": "python"}]})

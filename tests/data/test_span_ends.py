@@ -37,17 +37,6 @@ def test_words_end_where_their_script_ends_them(text: str, start: int, end: int,
     assert ends.num_odd == num
 
 
-def test_few_odd_spans_are_not_reported() -> None:
-    ends = SpanEnds()
-    for number in range(100):
-        ends.add(f"row{number}", "Annabel", 0, 3 if number < 4 else 7)
-    assert ends.odd() is None
-    ends.add("row", "Annabel", 0, 3)
-    ends.add("row", "Annabel", 0, 3)
-    assert str(ends.odd()).startswith("6 of 102 spans (5.9 %) begin or end inside a word or at a space, ")
-    assert "as in `[Ann]abel` (row `row0`)" in str(ends.odd())
-
-
 def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
     tasks = {"who": {"kind": "token_classification", "span_names": ["name"]}}
     rows = [{"id": f"r{n}", "text": "so Ann\nmet", "spans": {"name": [[2, 5]]}} for n in range(4)]

@@ -30,14 +30,6 @@ def test_rows_match_the_generator_version() -> None:
     assert (GENERATOR_VERSION, digest) == (1, "c90e8caddf7fce29")
 
 
-def test_label_noise_removes_and_adds_labels() -> None:
-    clean, noisy = (SyntheticRows("train", 300, label_noise=noise) for noise in (0.0, 1.0))
-    for ours, theirs in zip(clean, noisy, strict=True):
-        assert ours.text == theirs.text
-        assert not set(ours.spans) & set(theirs.spans)
-    assert any(row.spans for row in noisy)
-
-
 def test_the_fingerprint_depends_on_the_settings() -> None:
     def fingerprint(**settings: Any) -> str:
         sizes = {"num_train": 20, "num_validation": 20, "num_test": 20}

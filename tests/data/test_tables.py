@@ -125,13 +125,6 @@ def test_whole_numbers_match_declared_classes(cell: Any, declared: str) -> None:
     assert [kind.label(version) for version in ("5.1", "5.10", "01")] == ["5.1", "5.10", "01"]
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_null_is_unlabelled_and_an_empty_list_is_no_class(reader: str, tmp_path: Path) -> None:
-    more = {"csv": {"empty": "unlabelled"}} if "csv" in reader else {}
-    dataset = read(tmp_path, reader, {"tags": {"kind": MANY}}, {"tags": [["a"], None, []]}, **more)
-    assert [row.labels.get("tags") for row in dataset.splits["train"]] == [["a"], None, []]
-
-
 ONE_CLASS = " must be one class, as text or a whole number, but got "
 
 
@@ -167,20 +160,6 @@ def test_every_reader_reports_a_bad_cell(reader: str, tmp_path: Path) -> None:
     assert [f"labels.t{ONE_CLASS}'[1 2]'" in line for line in rest] == [True, True]
 
 
-def test_a_column_without_labels_is_refused(tmp_path: Path) -> None:
-    message = r"task `t` must have at least 2 classes, but its rows have `\[\]`. Label more rows"
-    with pytest.raises(DataError, match=message):
-        read(tmp_path, "csv", {"t": {"kind": ONE}}, {"t": [None, None]})
-
-
-@pytest.mark.parametrize("header", ["id,text,t,t ", "id,text, t,t"])
-def test_columns_with_equal_stripped_names_are_refused(header: str, tmp_path: Path) -> None:
-    for split in ("train", "validation"):
-        (tmp_path / f"{split}.csv").write_text(f"{header}\n{split}1,one,a,b\n{split}2,two,b,a\n")
-    with pytest.raises(DataError, match=r"must have the column `t` once, but has ` ?t`, `t ?`"):
-        load(source="csv", path=str(tmp_path), tasks={"t": {"kind": ONE}}, columns={"labels": {"t": "t"}})
-
-
 # Spans
 
 PERSON = {"names": {"kind": "token_classification", "span_names": ["person"]}}
@@ -204,16 +183,6 @@ def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None
         {},
     ]
     assert [bool(row.annotated) for row in rows] == [True, True, False]
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_every_reader_refuses_equal_spans(reader: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        read(tmp_path, reader, PERSON, {"spans": [[[0, 12]], [[3, 0]], [[-1, 3]], [[0, 3, 5]]]})
-    assert str(caught.value).startswith("8 bad rows in the data")
-    counts = [str(caught.value).count(text) for text in ("must lie inside the text", "got [0, 3, 5]")]
-    assert counts == [3, 2], "three examples of a kind"
-    assert "and 3 more like these" in str(caught.value)
 
 
 MAP = pa.map_(pa.string(), pa.list_(pa.list_(pa.int64())))

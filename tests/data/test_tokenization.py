@@ -9,7 +9,7 @@ import pytest
 from support.tiny_tokenizers import FAMILIES, tiny_tokenizer, tokenize_split
 from transformers import PreTrainedTokenizerBase
 
-from hpo.errors import DataError, ModelError
+from hpo.errors import ModelError
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.tokenized_split import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
@@ -245,18 +245,6 @@ def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
     split = windows_of([example("\u200b"), example("a", 1)], [NAMES], 16)
     assert split.lengths_W.tolist() == [2, 3]
     assert split.owned_T.tolist() == [False, False, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_length": 3}, "max_length must leave room for text beside 2 special tokens, but got 3"),
-        ({"max_length": 10, "stride": 8, **WINDOWED}, "data.stride, the overlap of two windows, must be"),
-    ],
-)
-def test_impossible_lengths_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        windows_of([example("a " * 20)], [NAMES], **options)
 
 
 @pytest.mark.parametrize(

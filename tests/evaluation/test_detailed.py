@@ -1,4 +1,4 @@
-"""Detailed evaluations: metrics, classes, worst rows and the stored record."""
+"""Detailed evaluations: metrics, classes, worst rows, warnings and the stored record."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hpo.evaluation.detailed import (
     confusion,
     evaluate_predictions,
     predict_split,
+    task_warnings,
     worst_mistakes,
 )
 from hpo.evaluation.record import DetailedEvaluation, read_document
@@ -205,3 +206,50 @@ def test_worst_single_labels_have_the_least_likely_truth() -> None:
     assert [(one.id, one.truth, one.predicted) for one in found] == [(row, "b", "a") for row in "3104"]
     assert [one.loss for one in found[1:]] == pytest.approx([-math.log(p) for p in (0.1, 0.3, 0.3)])
     assert math.isfinite(found[0].loss)
+
+
+SINGLE = Task("t", "single_label", ("a", "b", "c"))
+MULTI = Task("t", "multi_label", ("a", "b", "c"))
+NUMBER = Task("t", "regression")
+SLOTS = Task("t", "token_classification", ("a", "b"))
+SETS: list[Any] = [["a"], ["b"], ["c"], []] * 20
+ANSWERS: list[Any] = [[("answer", 0, 1)], []] * 20
+
+
+def statistics_of(task: Task, truth: list[Any], predicted: list[Any]) -> RowStatistics:
+    """Return statistics of rows. A span is given as one span per row, or none."""
+    rows = []
+    for label in truth:
+        is_label = task.kind in ("single_label", "multi_label", "regression")
+        spans = {} if is_label or not label else {label[0][0]: [label[0][1:]]}
+        rows.append(Example("", "a text", {"t": label}, spans, annotated=frozenset("t")))
+    return row_statistics(task, predicted, rows)
+
+
+@pytest.mark.parametrize(
+    ("task", "truth", "predicted", "threshold", "expected"),
+    [
+        (SINGLE, ["a", "b", "c"] * 20, ["b", "c", "a"] * 20, 0.5, []),
+        (
+            MULTI,
+            SETS,
+            [["a", "b"]] * 80,
+            0.0009,
+            ["Never", "Predicted in every row at the threshold 0.0009:"],
+        ),
+        (SINGLE, ["a", "b", "c"] * 20, ["a"] * 60, 0.5, ["Never predicted: `b`, `c`.", "Predicted in every"]),
+        (SLOTS, [[("a", 0, 1)], [("b", 0, 1)]] * 20, [[("a", 0, 1)]] * 40, 0.5, ["Never predicted: `b`."]),
+        (ANSWER, ANSWERS, [[("answer", 0, 1)]] * 40, 0.5, ["Predicted in every row at the null offset 0"]),
+        (SINGLE, ["a"] * 5, ["a"] * 5, 0.5, ["Labelled rows: only 5,", "Fewer than 10 rows: `a`.", "Not in"]),
+        (SINGLE, [], [], 0.5, ["No row of this split is labelled for t."]),
+        (NUMBER, [1.0] * 30, [2.0] * 29 + [float("inf")], 0.5, ["Some predictions are not finite"]),
+    ],
+)
+def test_warnings_about_a_task(
+    task: Task, truth: list[Any], predicted: list[Any], threshold: float, expected: list[str]
+) -> None:
+    statistics = statistics_of(task, truth, predicted)
+    warnings = task_warnings(statistics, class_figures(statistics), DecodingThresholds(threshold), {})
+    assert len(warnings) == len(expected)
+    for warning, beginning in zip(warnings, expected, strict=True):
+        assert warning.startswith(beginning)

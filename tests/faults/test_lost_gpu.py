@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.command_line import SUPPORT
 from support.lost_gpu import WAIT_FOR_THE_DEVICE, LostGpu
 from support.tiny import tiny_executor, write_study
 
 import hpo
 from hpo.errors import DeviceLostError
-from hpo.study.running import supervisor
 from hpo.study.store.storage import open_storage
 
 
@@ -69,19 +66,3 @@ def test_nothing_hides_a_lost_context(
         gpu.start_new_process()
         result = executor.run({"fp_precision": "bf16"}, tmp_path / "trial", "test")
     assert result.outcome == "complete"
-
-
-@pytest.mark.slow
-def test_a_supervisor_starts_another_worker(
-    study: hpo.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = str(SUPPORT / "lost_gpu.py")
-    monkeypatch.setattr(
-        supervisor, "worker_command", lambda study, *_: [sys.executable, program, "worker", study]
-    )
-    result = study.run(workers_per_device=1)
-    assert (tmp_path / "lost").exists()
-    assert (result.ended, result.exit_code, result.outcomes) == ("finished", 0, {"complete": 3})
-    [log] = tmp_path.glob("runs/tiny/worker-*.log")
-    assert log.read_text().count("--- a worker starts") == 2
-    assert "Error: " in log.read_text()

@@ -76,13 +76,6 @@ def write_two_rows(path: Path) -> None:
     assert read(path) == ([("1", ROW["text"]), ("2", ROW["text"])], [])
 
 
-def test_write_jsonl(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    write_two_rows(path)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [ROW, {**ROW, "id": "2"}]
-
-
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_write_tables(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"out.{suffix}"
@@ -186,15 +179,6 @@ def test_csv_form_is_the_study_s_or_guessed(tmp_path: Path, caplog: pytest.LogCa
         assert not bad
     notes = [message for message in caplog.messages if "data.csv" in message]
     assert notes == [f"{path}: read with `,`, not as `data.csv` says"]
-
-
-def test_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "texts.txt"
-    with pytest.raises(DataError, match="no such file"):
-        read(path)
-    path.touch()
-    with pytest.raises(DataError, match="must hold at least one text, but is empty"):
-        read(path)
 
 
 def test_pairs_need_jsonl(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,15 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
-from support.detailed_documents import document, every_kind, nothing_known, task_document
-from support.study_records import fake_record, fake_trial, record_of
+from support.detailed_documents import document, nothing_known, task_document
 from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
 from hpo.report import best_screens, screens, terminal
-from hpo.report.best_screens import summary
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.screens import StudyDisplay
-from hpo.report.status import study_status
 from hpo.report.terminal import print_parts
-from hpo.study.reading.study_record import WorkerRecord
 from hpo.study.reading.watch import StudyProgress
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}
@@ -43,10 +38,6 @@ class Screen:
     @property
     def lines(self) -> list[str]:
         return [line.rstrip() for line in self.text.splitlines()]
-
-    def fits(self) -> bool:
-        """No line is too long, and no name or number is cut."""
-        return max(map(len, self.lines)) <= self.console.width and "…" not in self.text
 
 
 @pytest.fixture(params=[80])
@@ -108,35 +99,6 @@ def test_a_line_every_half_minute_and_one_for_each_end(
 
 
 # Screens
-
-
-def test_summary_fits_the_terminal(screen: Screen) -> None:
-    record = fake_record()
-    print_parts(summary(record))
-    assert screen.fits()
-    table = screen.text.split("by requested precision")[1].split("best trial")[0]
-    names = {trial.params["fp_precision"] for trial in record.trials}
-    assert names | {"native", "emulated"} <= set(table.split())
-    assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
-    assert "More about it: hpo report fake   hpo dashboard fake   hpo best fake\n" in screen.text
-
-
-def test_status_shows_live_workers(screen: Screen) -> None:
-    now, known = datetime.now(UTC), {"device": "GPU-7f", "job": "slurm:123_4", "silent_seconds": 12.0}
-    worker = WorkerRecord("node1-7-abc", "node1", 7, now, alive=True, trial_number=3, number=5, **known)
-    record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
-    print_parts(screens.status(record, study_status(record)))
-    assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
-
-
-@pytest.mark.parametrize("screen", [60, 120], indirect=True)
-def test_detailed_evaluation_fits_the_terminal(screen: Screen) -> None:
-    print_parts(best_screens.detailed(Detailed(7, "test", every_kind())))
-    assert screen.fits()
-    flat = " ".join(screen.text.split())
-    assert "Trial 7 on test: 500 rows; thresholds were chosen on validation" in flat
-    assert "Warning: tags: The class `rude` is true in 12 rows of test and never predicted." in flat
-    assert re.search(r"all\s+tasks\s+score\s+0\.712\s\[0\.682,", flat)
 
 
 def test_text_of_others_is_neither_markup_nor_a_terminal_command(screen: Screen) -> None:

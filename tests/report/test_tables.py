@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 from support.study_records import (
     DEVICE,
-    ENDINGS,
     GPU,
     fake_record,
     fake_tables,
@@ -35,20 +34,6 @@ def choosing(precisions: list[str], **definition: Any) -> dict[str, Any]:
     return {**definition, "search_space": {"fp_precision": {"type": "categorical", "choices": precisions}}}
 
 
-def test_trials_table_has_a_row_for_each_trial_with_its_facts() -> None:
-    record = fake_record()
-    table = StudyTables(record).trials
-    assert list(table["number"]) == list(range(40))
-    assert list(table["outcome"]) == [ENDINGS.get(number, ("complete", ""))[0] for number in range(40)]
-    row = table.iloc[2]
-    assert row["precision"] == row["effective"] == "fp16"
-    assert row["support"] == "emulated"
-    assert row["objective.score"] == record.trials[2].values[0]
-    assert row["param.init_scale"] == record.trials[2].params["init_scale"]
-    assert row["start_seconds"] == 0
-    assert row["end_seconds"] == pytest.approx(record.trials[2].seconds)
-
-
 @pytest.mark.parametrize(
     ("change", "counts", "counts_for_speed"),
     [
@@ -69,17 +54,6 @@ def test_conditions_to_count_for_a_precision(
     trial.telemetry.update(change)
     row = tables_of([trial]).trials.iloc[0]
     assert (row["counts"], row["counts_for_speed"]) == (counts, counts_for_speed)
-
-
-@pytest.mark.parametrize(
-    ("params", "training", "expected"),
-    [({"fp_precision": "bf16"}, {}, "bf16"), ({}, {"fp_precision": "fp16"}, "fp16"), ({}, {}, "auto")],
-)
-def test_requested_precision_of_a_trial_without_a_record(
-    params: dict[str, Any], training: dict[str, Any], expected: str
-) -> None:
-    trial = dataclasses.replace(fake_trial(0, "fp32", "failed"), params=params, telemetry={})
-    assert list(tables_of([trial], definition={"training": training}).trials["precision"]) == [expected]
 
 
 def test_row_of_a_precision_agrees_with_a_count_by_hand() -> None:
@@ -132,14 +106,6 @@ def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
     assert (after["trials"], after["complete"], after["fell_back"]) == (2, 2, 1)
     for name in ("best_score", "measured", "peak_memory_bytes_median", "skipped_steps"):
         assert after[name] == before[name]
-
-
-def test_an_empty_study_has_empty_tables() -> None:
-    tables = tables_of([])
-    for name in ("trials", "complete", "by_precision", "evaluations"):
-        assert getattr(tables, name).empty
-    assert precision_table(tables) == tables.best == []
-    assert "best_score" in tables.by_precision
 
 
 def test_energy_has_a_column_if_measured_on_an_unshared_device() -> None:

@@ -11,7 +11,7 @@ from support.study_records import DEFINITION, fake_trial, record_of
 from hpo.report.charts import precision_metric
 from hpo.report.plan import costs_of
 from hpo.report.tables import StudyTables, precision_table
-from hpo.report.trial_precision import effective_precision, precision_facts, shared_formats, trial_formats
+from hpo.report.trial_precision import precision_facts, shared_formats, trial_formats
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
 SEEN = {"linear_products": {"bfloat16": 38}, "tf32": False, "compiled": False}
@@ -137,10 +137,3 @@ def test_parts_in_fp32_are_named(precision: str, params: Any, facts: Any, shown:
     record = searching(one, trial(1, fp32_parts="layers"), fp32_parts=[[], "auto", ["heads"]])
     assert shown in [row["fp32 parts"] for row in precision_table(StudyTables(record))]
     assert trial_formats(one, record.definition)["fp32_parts"] in (shown, "auto")
-
-
-def test_effective_precision_names_parts_in_fp32() -> None:
-    parts = {"fp32_parts": {"requested": ["heads"], "resolved": ["heads"]}}
-    assert effective_precision(trial(0, facts=parts)) == "bf16, fp32 in heads"
-    assert effective_precision(trial(1, "fp32", facts=parts)) == "fp32"
-    assert "ran bf16, fp32 in heads (native)" in precision_facts(trial(0, facts=parts))

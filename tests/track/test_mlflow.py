@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ from support.mlflow_server import MlflowServer, all_runs, client, experiment_of,
 from support.tracked_study import TrackedStudy
 from support.worker_process import start_process
 
-from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
-from hpo.track.follow import Follower
-from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
 
 
 def test_each_trial_is_one_run(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
@@ -139,31 +135,6 @@ def test_call_after_kill_repeats_no_content(tracked: TrackedStudy) -> None:
         assert run["status"] == "FINISHED"
 
 
-@pytest.mark.usefixtures("mlflow_server")
-def test_duplicate_runs_are_deleted(tracked: TrackedStudy) -> None:
-    """Two commands created them at the same moment, and one continues with the deleted run."""
-    tracked.run("complete")
-    trial = tracked.leave_running(alive=True)
-    token = tracked.storage.study_token(tracked.name)
-    one = Follower(lambda: tracked.record, token, MlflowTracker(tracked.name, token))
-    one.update()
-    experiment = experiment_of(tracked.name)
-    for number in (0, 1, 1, 1, 1):
-        client().create_run(experiment, tags={KEY: f"{token}-{number}", STUDY: token})
-    first = min(run.info.run_id for run in client().search_runs([experiment], f"tags.`{KEY}` = '{token}-1'"))
-    tracked.tracked("mlflow")
-    assert len(runs(tracked.name)) == 2
-    assert runs(tracked.name)["trial 1"]["id"] == first
-
-    tracked.evaluate(trial, 2)
-    with suppress(TrackerError):  # its run is deleted; then it finds the other run
-        one.update()
-    one.update()
-    assert tracked.tracked("mlflow")["changed"] == 0
-    assert [step for step, _, _ in runs(tracked.name)["trial 1"]["points"]["score"]] == [10, 20]
-    assert len(runs(tracked.name)) == 2
-
-
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp.exe \ud800 ' OR 1=1 -- <img src=x onerror=alert(1)>"
 
 
@@ -216,19 +187,6 @@ def test_bad_address_is_one_error(
     assert message in finished.err
     assert "Traceback" not in finished.err
     assert "secret" not in finished.err + finished.out
-
-
-def test_two_commands_create_database_at_once(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked.folder}/new.db")
-    tracked.run("complete", "complete")
-    command = ("track", tracked.name, "--to", "mlflow")
-    both = [start_hpo(tracked.folder, *command) for _ in range(2)]
-    for process in both:
-        finished = finish(process)
-        assert finished.exit_code == 0, finished.err
-    with sa.create_engine(os.environ["MLFLOW_TRACKING_URI"]).connect() as connection:
-        names = connection.exec_driver_sql("SELECT name FROM runs WHERE lifecycle_stage = 'active'").scalars()
-        assert sorted(names) == [f"study {tracked.name}", "trial 0", "trial 1"]
 
 
 @pytest.mark.usefixtures("mlflow_server")

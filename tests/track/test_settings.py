@@ -11,7 +11,7 @@ from support.worker_process import study
 from hpo.config.definition import CHANGEABLE
 from hpo.study.reading.study_record import StudyRecord
 from hpo.track.follow import write_files
-from hpo.track.runs import MAX_TEXT, Run, is_secret, runs_of, study_settings, trial_settings
+from hpo.track.runs import Run, is_secret, runs_of, study_settings, trial_settings
 
 TOKEN = "hf_" + "a1B2" * 9
 
@@ -122,16 +122,6 @@ def test_runs_and_files_hide_secrets(tmp_path: Path) -> None:
         text = path.read_text()
         assert "-secret" not in text, path
         assert TOKEN not in text, path
-
-
-def test_long_values_are_whole_in_file_alone(tmp_path: Path) -> None:
-    labels = [f"label {number}" for number in range(2000)]
-    record = record_with(data={"tasks": {"topic": {"labels": labels}}})
-    for run in both_runs(record):
-        assert len(str(run.params["data.tasks.topic.labels"])) == MAX_TEXT
-        assert str(run.params["data.tasks.topic.labels"]).endswith(" ...")
-    write_files(record, tmp_path)
-    assert "label 1999" in (tmp_path / "study.json").read_text()
 
 
 def test_former_statements_become_empty() -> None:

@@ -4,16 +4,12 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command_line import finish, start_hpo
 from support.tracked_study import TrackedStudy
-
-from hpo.track.runs import runs_of
-from hpo.track.wandb_runs import WandbTracker
 
 
 @pytest.fixture(autouse=True)
@@ -91,17 +87,6 @@ def test_each_trial_is_one_run(tracked: TrackedStudy) -> None:
     assert tracked.tracked("wandb")["changed"] == 1
     assert [row["step"] for row in run_of(folder, 3)["history"]] == [10, 20, 30]
     assert run_of(folder, 3)["exit"] == 0
-
-
-def test_former_fact_of_open_run_is_emptied(tracked: TrackedStudy) -> None:
-    tracked.leave_running(alive=True)
-    run = runs_of(tracked.record, "token")[0]
-    tracker = WandbTracker(tracked.name, tracked.folder)
-    for reason in ("paused at step 10", ""):
-        tracker.show(replace(run, facts={**run.facts, "outcome_reason": reason}))
-    tracker.close()
-    config = run_of(tracked.folder, 0)["config"]
-    assert (config["outcome_reason"], config["study"]) == ("", tracked.name)
 
 
 def test_error_without_account_names_remedy(tracked: TrackedStudy) -> None:

@@ -18,6 +18,7 @@ from optuna.distributions import json_to_distribution
 
 from hpo.collector import collector_paused
 from hpo.config.study_file import check_study_name
+from hpo.errors import StorageError, shorten
 from hpo.outcome import Outcome
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
 from hpo.study.reading.study_record import (
@@ -150,7 +151,8 @@ def _read_trials(
             row.param_value
         )
     for row in rows(optuna_internals.user_attributes, "trial_user_attribute_id"):
-        attributes[row.trial_id][row.key] = json.loads(row.value_json)
+        decode = json_object if row.key == _TELEMETRY else json.loads
+        attributes[row.trial_id][row.key] = decode(row.value_json)
     evaluations = _read_evaluations(connection, name)
     detailed = read_detailed_evaluations(connection, name)
     records = []
@@ -187,7 +189,7 @@ def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[Ev
     query = sa.select(table.c.trial_number, *columns).where(table.c.study == name).order_by(table.c.step)
     evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
     for number, step, epoch, seconds, metrics, *rates in connection.execute(query):
-        evaluations[number].append(EvaluationRow(step, epoch, seconds, json.loads(metrics), *rates))
+        evaluations[number].append(EvaluationRow(step, epoch, seconds, json_object(metrics), *rates))
     return evaluations
 
 
@@ -202,6 +204,20 @@ def _ending(state: str, running_as: str, attributes: Mapping[str, Any]) -> tuple
 def _own(attributes: Mapping[str, Any], state: str) -> dict[str, Any]:
     left_out = _BEFORE_A_RUN if state == "WAITING" else _FIELDS
     return {key: value for key, value in attributes.items() if key not in left_out}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Decode a JSON object of the database. Raises StorageError for anything else."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise StorageError(
+            f"The database must have a JSON object here, but has `{shorten(text, 60)}`. Somebody has changed "
+            "the record of a trial."
+        )
+    return content
 
 
 _distribution = lru_cache(maxsize=1024)(json_to_distribution)

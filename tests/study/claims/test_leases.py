@@ -16,6 +16,7 @@ from support.worker_process import (
     evaluate,
     result,
     study,
+    worker_on,
 )
 
 from hpo.config.search_space import suggest
@@ -25,11 +26,10 @@ from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
 
@@ -38,7 +38,7 @@ def opened(storage: Storage) -> optuna.Study:
     return create_or_resume_study(storage, study(2))
 
 
-def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> WorkerLease:
+def worker_of(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> WorkerLease:
     return WorkerLease(storage, opened, max_retries=max_retries)
 
 
@@ -59,7 +59,7 @@ def check_for_dead_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trial_of_a_dead_worker_is_taken_over(
     storage: Storage, opened: optuna.Study, row: dict[str, Any], taken: bool
 ) -> None:
-    first, second, third = (worker_on(storage, opened) for _ in range(3))
+    first, second, third = (worker_of(storage, opened) for _ in range(3))
     with first, second, third:
         lease, _ = begin(first)
         second.claim()
@@ -84,9 +84,9 @@ def die(storage: Storage, worker: WorkerLease, step: int = 0) -> None:
 @pytest.mark.parametrize("died", ["after an evaluation", "after a checkpoint", "with its GPU"])
 def test_deaths_count_until_progress(storage: Storage, opened: optuna.Study, died: str) -> None:
     with ExitStack() as stack:
-        peer = stack.enter_context(worker_on(storage, opened))
+        peer = stack.enter_context(worker_of(storage, opened))
         for step, num_deaths in ((0, 1), (30, 1), (30, 2), (30, 3)):
-            victim = stack.enter_context(worker_on(storage, opened))
+            victim = stack.enter_context(worker_of(storage, opened))
             lease, trial = begin(victim)
             assert trial.number == 0
             if step and died == "after an evaluation":
@@ -106,7 +106,7 @@ def test_deaths_count_until_progress(storage: Storage, opened: optuna.Study, die
 
 
 def test_no_death_counts_for_a_trial_of_another_worker(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as worker, worker_on(storage, opened) as other:
+    with worker_of(storage, opened) as worker, worker_of(storage, opened) as other:
         lease, _ = begin(worker)
         worker.release(lease)
         again, _ = begin(other)
@@ -126,7 +126,7 @@ def owners(storage: Storage) -> list[str | None]:
 def test_parameters_of_another_process_lose_the_lease(storage: Storage, opened: optuna.Study) -> None:
     """The other process was stopped during its suggestions, or its answer was lost."""
     config = study(2)
-    with worker_on(storage, opened) as worker:
+    with worker_of(storage, opened) as worker:
         lease, trial = begin(worker)
         drawn = suggest(config.search_space, optuna.trial.Trial(opened, trial_id_of(trial)))
         assert suggest(config.search_space, trial) != drawn
@@ -136,7 +136,7 @@ def test_parameters_of_another_process_lose_the_lease(storage: Storage, opened: 
 
 
 def test_heartbeat_stores_progress_and_sees_a_lost_lease(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as worker:
+    with worker_of(storage, opened) as worker:
 
         def beat() -> sa.Row[Any]:
             worker._beat_once()
@@ -169,10 +169,10 @@ def test_heartbeat_stores_progress_and_sees_a_lost_lease(storage: Storage, opene
 
 def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> None:
     opened = create_or_resume_study(storage, study(2, max_retries=2))
-    with worker_on(storage, opened, max_retries=2) as peer, ExitStack() as stack:
+    with worker_of(storage, opened, max_retries=2) as peer, ExitStack() as stack:
         params = []
         for number in range(3):
-            victim = stack.enter_context(worker_on(storage, opened))
+            victim = stack.enter_context(worker_of(storage, opened))
             _, trial = begin(victim)
             assert trial.number == number
             frozen = opened.trials[number]
@@ -196,7 +196,7 @@ def test_claim_with_a_lost_answer_is_made_once(
     if kind == "waiting":
         opened.enqueue_trial({"learning_rate": 1e-4})
     if kind == "free":
-        with worker_on(storage, opened) as before:
+        with worker_of(storage, opened) as before:
             begin(before)
     attempt, lost = storage.attempt, []
 
@@ -208,7 +208,7 @@ def test_claim_with_a_lost_answer_is_made_once(
         return answer
 
     monkeypatch.setattr(storage, "attempt", attempt_without_answer)
-    with worker_on(storage, opened) as worker:
+    with worker_of(storage, opened) as worker:
         lease, _ = begin(worker)
         assert lost[0] is not None
         assert (lease.number, lease.row.deaths) == (0, 0)
@@ -216,25 +216,39 @@ def test_claim_with_a_lost_answer_is_made_once(
         assert len(opened.trials) == 1
 
 
-def test_rungs_outlive_the_worker(storage: Storage) -> None:
-    config = study(1, pruner={"name": "asha", "min_resource": 1, "reduction_factor": 2})
-    with ExitStack() as stack:
-        for index, value in ((1, 0.5), (2, 0.6), (4, 0.7)):
-            one = stack.enter_context(open_storage(storage.url))
-            opened = create_or_resume_study(one, config)
-            opened.pruner = build_pruner(config.pruner)
-            worker = stack.enter_context(worker_on(one, opened, max_retries=0))
-            assert not evaluate(one, begin(worker)[1], index, value)
-            change_worker(one, worker, process_start="1")
-        (trial,) = storage.load_study("tiny").get_trials()
-    rungs = {key: value for key, value in trial.system_attrs.items() if "rung" in key}
-    assert rungs == {"completed_rung_0": 0.5, "completed_rung_1": 0.6, "completed_rung_2": 0.7}
-
-
 def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as worker:
+    with worker_of(storage, opened) as worker:
         worker.record_outcome(begin(worker)[0], result("failed", traceback="Traceback"))
     set_state(storage, "tiny", "cancelled")
     assert end_unfinished(storage, "tiny") == 1
     assert [trial.state.name for trial in opened.trials] == ["FAIL", "FAIL"]
     assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+
+
+def rows(storage: Storage) -> list[tuple[str, int]]:
+    with storage.engine.connect() as connection:
+        query = sa.select(workers.c.id, workers.c.number).order_by(workers.c.number)
+        return [(row.id, row.number) for row in connection.execute(query)]
+
+
+def test_repeated_registration_leaves_one_row(storage: Storage) -> None:
+    """The answer to the first, committed registration was lost."""
+    first, second = (worker_on(storage, study(1)) for _ in range(2))
+    for worker, expected in ((first, 0), (second, 1), (second, 1)):
+        worker._register()
+        assert worker.number == expected
+    assert rows(storage) == [(first.id, 0), (second.id, 1)]
+
+
+def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_on(storage, study(1), device="GPU-1")._register()
+    assert not storage.has_other_workers_on("GPU-1"), "only this process"
+    monkeypatch.setattr("hpo.study.store.storage.os.getpid", lambda: 1)
+    found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2")]
+    assert found == [True, False]
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).values(device=None))
+    assert storage.has_other_workers_on("GPU-2"), "its device is unknown"
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).values(machine="elsewhere"))
+    assert not storage.has_other_workers_on("GPU-1")

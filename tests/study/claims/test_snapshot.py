@@ -72,21 +72,6 @@ def test_concurrently_ended_trial_does_not_run_again(storage: Storage, change_af
     assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 1}
 
 
-def test_concurrently_paused_trial_continues_only_if_promoted(
-    storage: Storage, change_after_reading: Any
-) -> None:
-    with promoting(storage) as first, promoting(storage) as other:
-        lease, _ = begin(first)
-
-        def pause_it() -> None:
-            lease.pause(RUNG, [0.5])
-            first.record_outcome(lease, result("paused"))
-
-        change_after_reading(pause_it)
-        assert begin(other)[0].number == 1
-    assert storage.trial_counts("tiny")["paused"] == 1
-
-
 def test_one_of_two_workers_continues_a_paused_trial(storage: Storage, change_after_reading: Any) -> None:
     pause(storage, 0.3, 0.9)
     claimed = []
@@ -128,17 +113,6 @@ def test_ended_paused_trial_has_the_attributes_of_its_last_run(storage: Storage)
     assert trial.user_attrs["peak_memory_bytes"] == 7
     assert trial.user_attrs["telemetry"] == {"rung": 2 * RUNG}
     assert trial.user_attrs["outcome_reason"] == "the study was cancelled"
-
-
-def test_trial_leaves_the_machine_of_a_dead_worker(storage: Storage) -> None:
-    with worker_on(storage, study(1), shares_checkpoints=False) as dead:
-        dead.host = "elsewhere"
-        lease, _ = begin(dead)
-        lease.saved_step = 10
-        dead.record_outcome(lease, result("preempted"))
-        change_worker(storage, dead, process_start="1", host="elsewhere")
-        with worker_on(storage, study(1), shares_checkpoints=False) as other:
-            assert begin(other)[0].number == 0
 
 
 # Rows of other programs

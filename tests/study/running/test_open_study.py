@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
 import sqlalchemy as sa
 from support.tiny import CPU
@@ -15,7 +14,7 @@ from support.worker_process import begin, evaluate, run_trials, study, worker_on
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.errors import DataError, InputError
 from hpo.study.running import open_study as module
-from hpo.study.running.open_study import OpenOptions, check_precisions, open_study
+from hpo.study.running.open_study import check_precisions, open_study
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -67,15 +66,6 @@ def test_failed_check_leaves_no_study(
     if has_database:
         with open_storage(sqlite_url) as storage:
             assert not storage.has_study("tiny")
-
-
-@pytest.mark.usefixtures("executors")
-def test_joining_worker_makes_the_checkpoint_store_of_its_study_file(
-    sqlite_url: str, tmp_path: Path, s3: str
-) -> None:
-    config = study(1, checkpoint={"location": s3})
-    with open_study(config, sqlite_url, tmp_path, OpenOptions(resize=False, is_file=True)):
-        assert fsspec.filesystem("s3").exists(f"{s3}/.hpo-artifacts")
 
 
 @pytest.mark.parametrize(("begun", "num_checks"), [("no", 1), ("checkpointed", 0), ("ended", 0)])

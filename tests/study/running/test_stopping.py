@@ -1,15 +1,21 @@
-"""Signals, the end of a job, and the time to leave before it."""
+"""Signals, the end of a job with the time to leave before it, and the watchdog of a hanging trial."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpo.errors import InputError
-from hpo.study.running.stopping import STOP_SIGNALS, end_of_job, parse_time, stop_on_signals
+from hpo.study.running import stopping as pace_module
+from hpo.study.running.stopping import STOP_SIGNALS, Pace, Stop, end_of_job, parse_time, stop_on_signals
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -34,6 +40,16 @@ def test_only_a_second_interrupt_ends_at_once() -> None:
         assert (stop.reason, stop.asks_for_requeue) == ("SIGUSR1", True)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_signals_during_a_wait_do_not_block() -> None:
+    with stop_on_signals() as stop:
+        script = "import os, sys, time\nfor _ in range(300): os.kill(int(sys.argv[1]), 10); time.sleep(1e-3)"
+        sender = subprocess.Popen([sys.executable, "-c", script, str(os.getpid())])
+        while sender.poll() is None:
+            stop.wait(1e-4)
+            stop.clear()
+        assert sender.returncode == 0
 
 
 def test_stop_before_the_end_of_the_job() -> None:
@@ -85,3 +101,68 @@ def test_earlier_end_counts() -> None:
     assert end_of_job("+60", {"SLURM_JOB_END_TIME": str(int(in_an_hour))}) < in_an_hour - 3000
     with pytest.raises(InputError, match=r"SLURM_JOB_END_TIME must be a number of seconds .* 'NONE'"):
         end_of_job(None, {"SLURM_JOB_END_TIME": "NONE"})
+
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(pace_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def pace_of(stop: Stop) -> Pace:
+    return Pace(stop, HOUR, lambda: False)
+
+
+def test_time_to_leave_is_a_step_and_a_checkpoint(clock: list[float]) -> None:
+    stop = Stop(time.time() + HOUR)
+    pace, before = pace_of(stop), stop.seconds_left
+    with pace.trial():
+        clock[0] += 500  # setting up is no step
+        for seconds, checkpoint, expected in ((0, 0, 0), (20, 0, 20), (5, 0, 20), (5, 7, 27), (30, 6, 36)):
+            clock[0] += seconds
+            pace.note_step(checkpoint)
+            assert before - stop.seconds_left == pytest.approx(expected, abs=5)
+    with pace.trial():
+        pace.note_step(6)
+        assert before - stop.seconds_left == pytest.approx(6, abs=5), "the next trial has other steps"
+
+
+def test_limit_is_20_times_the_slowest_step(clock: list[float]) -> None:
+    pace = Pace(Stop(), 10.0, lambda: False)
+    with pace.trial():
+        assert pace.limit_seconds == 10
+        for seconds in (3, 7, 2):
+            clock[0] += seconds
+            pace.note_step(0)
+        assert pace.limit_seconds == 140
+        with pace.reporting():
+            clock[0] += 500
+        pace.note_step(0)
+        assert pace.limit_seconds == 140, "waiting for the database is no step"
+
+
+def hang(seconds: float, waits: bool) -> None:
+    pace_module._POLL_SECONDS = 0.01
+    with Pace(Stop(), 0.1, lambda: waits).trial():
+        time.sleep(seconds)
+
+
+def test_hanging_trial_ends_its_process_with_a_traceback() -> None:
+    code = "import test_stopping; test_stopping.hang(600, False)"
+    paths = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}; "
+    found = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, check=False)
+    assert found.returncode == -signal.SIGABRT
+    assert "made no step for 0 s: this process ends" in found.stderr
+    assert "in hang" in found.stderr
+
+
+def test_waiting_for_the_database_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(pace_module.os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(pace_module, "_POLL_SECONDS", 0.01)
+    hang(1.0, waits=True)
+    assert not killed

@@ -27,18 +27,9 @@ def test_storage_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert storage_url() == url
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o620])
-def test_file_with_a_password_is_private(tmp_path: Path, mode: int) -> None:
-    file = tmp_path / "url"
-    file.write_text("postgresql://me:secret@host/db")
-    file.chmod(mode)
-    with pytest.raises(StorageError, match=f"its mode is {mode:04o}. Run `chmod 600 {file}`"):
-        storage_url(f"@{file}")
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_group_may_read_files_of_root(tmp_path: Path) -> None:
-    """Kubernetes hands out secrets like this."""
+    """Kubernetes hands out secrets like this. A file with a password is private otherwise."""
     file = tmp_path / "url"
     file.write_text("sqlite:///a.db")
     file.chmod(0o440)
@@ -56,11 +47,6 @@ def test_file_without_a_url_is_not_shown(tmp_path: Path, text: str) -> None:
     with pytest.raises(StorageError, match=r"must hold the URL of the storage .* in one line") as raised:
         storage_url(f"@{file}")
     assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"])
-def test_postgres_urls_get_the_installed_driver(scheme: str) -> None:
-    assert parse_url(f"{scheme}://me:a%40b@host/db").drivername == "postgresql+psycopg"
 
 
 def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,18 +89,6 @@ def test_unusable_url_is_refused_without_its_password(url: str) -> None:
     assert raised.value.exit_code == 2
 
 
-REFUSED = (
-    'connection to server at "127.0.0.1", port 1 failed: FATAL: database "hpo" does not exist for postgres'
-)
-
-
-@pytest.mark.parametrize("password", ["hpo", "127.0.0.1", "connection", "", "%", "***"])
-def test_ordinary_words_are_not_masked(password: str) -> None:
-    url = sa.URL.create("postgresql", "postgres", password, "127.0.0.1", 1, "hpo")
-    text = without_password(url.render_as_string(hide_password=False), REFUSED)
-    assert text == REFUSED
-
-
 @pytest.mark.parametrize("password", ["hpo", "se'c", "correct-horse-1", "p%{w} @d", "k=v&x"])
 @pytest.mark.parametrize(
     "said",
@@ -131,9 +105,3 @@ def test_password_is_never_printed(password: str, said: str) -> None:
     text = without_password(url, said.format(url=url, conninfo=conninfo, encoded=encoded))
     shown = said.format(url="postgresql://me:***@host/db", conninfo="***", encoded="***")
     assert text == shown
-
-
-@pytest.mark.parametrize("form", ["correct-horse/1", "correct-horse%2F1"])
-def test_long_password_is_masked_everywhere(form: str) -> None:
-    text = without_password("postgresql://me:correct-horse%2F1@host/db", f'something new "{form}"')
-    assert text == 'something new "***"'

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,18 @@ import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
-from support.worker_process import begin, evaluate, result, study, worker_on
+from support.one_connection import one_connection
+from support.worker_process import begin, evaluate, result, study, work, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.errors import StorageError, StudyChangedError
 from hpo.study.claims import lease as lease_module
+from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
-from hpo.study.store.lifecycle import checkpoints_folder
+from hpo.study.store.copy import copy_study
+from hpo.study.store.lifecycle import checkpoints_folder, delete_study, set_state
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import bind_data, check_data, create_or_resume_study
@@ -31,28 +36,14 @@ def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
     return opened
 
 
-# The definition
-
-
 def test_safe_changes_of_the_definition(storage: Storage) -> None:
     create_or_resume_study(storage, study(3, amp={"memory_fraction": 0.5}))
-    changes: dict[str, Any] = {
-        "sampler": {"name": "tpe"},
-        "pruner": {"name": "median"},
-        "timeout": 5.0,
-        "max_retries": 3,
-        "device": "cpu",
-        "checkpoint": {"top_k": 1},
-    }
+    changes: dict[str, Any] = {"sampler": {"name": "tpe"}, "timeout": 5.0, "device": "cpu"}
     create_or_resume_study(storage, study(4, amp={"memory_fraction": 0.25}, **changes))
     definition = read_study(storage, "tiny").definition
     assert (definition["timeout"], definition["n_trials"]) == (5.0, 4)
-    assert definition["amp"]["memory_fraction"] == 0.25
     create_or_resume_study(storage, study(4))
     assert read_study(storage, "tiny").definition["amp"]["memory_fraction"] is None
-
-
-# The data
 
 
 def test_first_worker_binds_the_data(storage: Storage) -> None:
@@ -65,9 +56,6 @@ def test_first_worker_binds_the_data(storage: Storage) -> None:
             function(storage, "tiny", "edited")
     with pytest.raises(StorageError, match="There is no study"):
         bind_data(storage, "tinny", "as they were")
-
-
-# The size
 
 
 def test_n_trials_can_be_raised_and_lowered(storage: Storage) -> None:
@@ -112,6 +100,9 @@ def test_outcome_becomes_optuna_state(storage: Storage) -> None:
     # `failed` without a traceback is a decision: `amp.on_unsupported: fail`.
     assert not any("retry_of" in record.attributes for record in records)
     assert {record.reason for record in records[:-1]} == {"why"}
+    for values in (None, (float("nan"),)):
+        with pytest.raises(ValueError, match="finite values"):
+            run_trials(storage, study(1, name="other"), result("complete", values=values))
 
 
 def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
@@ -145,3 +136,39 @@ def test_evaluation_and_intermediate_value_are_stored_together(
         assert trial.study.trials[0].intermediate_values == {1: 0.6}
     with open_storage(storage.url) as other:
         assert other.load_study("tiny").trials[0].intermediate_values == {1: 0.6}
+
+
+def copy(storage: Storage, folder: Path) -> None:
+    with open_storage(f"sqlite:///{folder}/copy.db") as target:
+        copy_study(storage, target, "tiny")
+
+
+def join(storage: Storage, _: Path) -> None:
+    with worker_on(storage, study(2)) as worker:
+        worker._beat_once()
+
+
+def cancel(storage: Storage, _: Path) -> None:
+    set_state(storage, "tiny", "cancelled")
+    end_unfinished(storage, "tiny")
+
+
+ACTIONS: dict[str, Callable[[Storage, Path], Any]] = {
+    "resume": lambda storage, _: create_or_resume_study(storage, study(3)),
+    "join": join,
+    "run": lambda storage, folder: work(storage.url, study(9), folder / "log"),
+    "run with a budget": lambda storage, folder: work(
+        storage.url, study(9, name="other", budget={"hours": 1.0}), folder / "log"
+    ),
+    "read": lambda storage, _: (read_study(storage, "tiny"), list_studies(storage)),
+    "cancel": cancel,
+    "delete": lambda storage, _: delete_study(storage, "tiny"),
+    "copy": copy,
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_no_second_connection_inside_a_transaction(storage_url: str, tmp_path: Path, action: str) -> None:
+    with one_connection(), open_storage(storage_url) as storage:
+        create_or_resume_study(storage, study(2))
+        ACTIONS[action](storage, tmp_path)
