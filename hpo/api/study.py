@@ -61,7 +61,7 @@ from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop, end_of_job, stop
 from hpo.study.running.supervisor import WorkerProcesses
 from hpo.study.running.worker import run_study
 from hpo.study.store.database import parse_url, sqlite_path, storage_url
-from hpo.track.follow import track_in_background
+from hpo.track.background import track_in_background
 from hpo.training.evaluate import Evaluation
 from hpo.trial.diagnosis import Diagnosis
 from hpo.trial.executor import Executor, build_executor

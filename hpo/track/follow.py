@@ -2,30 +2,24 @@
 
 The database is the truth, and the tracker is a copy, sometimes unreachable. An update sends all runs with
 changes since the tracker last accepted them. Nothing is written to the database, and no worker waits for a
-tracker. Beside a run, a tracker has a process of its own, so that it cannot disturb the search. It ends when
-its standard input closes, also if this process is killed.
+tracker.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import IO, Protocol
+from typing import Protocol
 
 from hpo.config.choices import TrackerName
-from hpo.errors import InputError, TrackerError, shorten
+from hpo.errors import InputError, TrackerError
 from hpo.redaction import without_secrets
 from hpo.report.report import write_report
 from hpo.study.reading.study_record import StudyRecord, is_over
@@ -35,7 +29,8 @@ from hpo.track.tensorboard_files import TensorboardTracker
 from hpo.track.wandb_runs import WandbTracker
 from hpo.versions import install_hint
 
-UPDATE_SECONDS = 5.0  # time between two updates, or 20 times the time to read the study if this is longer
+UPDATE_SECONDS = 5.0
+"""Time between two updates, or 20 times the time to read the study if this is longer."""
 IDLE_SECONDS = 600.0
 """Longest wait for a worker. Perhaps no device can run the trials left, or the time of the run is over."""
 
@@ -61,10 +56,14 @@ class Tracker(Protocol):
 
 @dataclass
 class Shown:
-    runs: int  # number of trials in the tracker
-    changed: int  # number of trials added or changed by this command
-    is_over: bool  # true if the study has ended
-    idle_seconds: float  # time since the last new heartbeat of a worker
+    runs: int
+    """Number of trials in the tracker."""
+    changed: int
+    """Number of trials added or changed by this command."""
+    is_over: bool
+    """True if the study has ended."""
+    idle_seconds: float
+    """Time since the last new heartbeat of a worker."""
 
 
 class Follower:
@@ -164,62 +163,3 @@ def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Pat
         return WandbTracker(record.name, folder)
     except ImportError as error:
         raise InputError(f"{name} must be installed, but: {error}. {install_hint(name)}") from None
-
-
-LEAVE_SECONDS = 120.0  # longest wait at the end of a run for the tracker's last updates and the report
-
-
-@contextmanager
-def track_in_background(
-    study: str, tracker: TrackerName | None, storage: str, runs_dir: Path
-) -> Iterator[None]:
-    """Show a study in the tracker during the block, and log the tracker's messages."""
-    if tracker is None:
-        yield
-        return
-    command = ["track", study, "--to", tracker]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpo", *command, "--follow", "--with-parent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, "HPO_STORAGE": storage},
-        start_new_session=True,  # Ctrl-C in the terminal reaches the run alone
-    )
-    log = runs_dir / study / f"track-{tracker}.log"
-    reader = Thread(target=_log_messages, args=(process.stderr, tracker, log), daemon=True)
-    reader.start()
-    assert process.stdin is not None
-    try:
-        yield
-    finally:
-        process.stdin.close()
-        problem = _wait(process)
-        reader.join(LEAVE_SECONDS)
-        if problem:
-            remedy = f"To show what is missing there, run `hpo {' '.join(command)}`."
-            _logger.warning("The tracker %s: %s. %s", tracker, problem, remedy)
-
-
-def _log_messages(lines: IO[str], tracker: TrackerName, log: Path) -> None:
-    """Log each line at once, a repeated error once; write all lines to a file. Close `lines`."""
-    logged = ""
-    with lines, log.open("w") as file:
-        for line in lines:
-            file.write(line)
-            file.flush()
-            if line.removeprefix("Error: ").strip() not in logged:
-                _logger.warning("The tracker %s: %s", tracker, shorten(line, 1000))
-            logged += line
-
-
-def _wait(process: subprocess.Popen[str]) -> str:
-    try:
-        code = process.wait(LEAVE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return f"it took longer than {LEAVE_SECONDS:g} s"
-    return f"its process ended with {code}" if code else ""

@@ -12,7 +12,7 @@ import pytest
 from support.command_line import hpo_command, ok, stored
 from support.tiny import write_study
 
-from hpo.track import follow as background
+from hpo.track import background
 
 
 @pytest.fixture
