@@ -38,7 +38,7 @@ def deploy(study: hpo.Study, **options: Any) -> Answer:
     The choice uses the validation split, the report the test split. The model is in DIR/model, the numbers
     are in DIR/deploy.json. Ctrl-C ends the search with the scored forms; a second one leaves nothing.
     """
-    from hpo.report.deployed import deployment_parts
+    from hpo.report.verdicts import deployment_parts
 
     stored = study.deploy(**options)
     code = 130 if stored.pop("was_stopped") else 0

@@ -36,7 +36,7 @@ from hpo.tasks.kind import KINDS, Kind, Span, Task, is_error, kind_of
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.spans import SpanKind
 from hpo.tasks.tokenized_split import TokenizedSplit
-from hpo.training.decoding import class_probabilities, decode_tasks
+from hpo.training.evaluate import class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
 
 MAX_MISTAKES = 20
@@ -56,7 +56,7 @@ class SplitPredictions:
     examples: Sequence[Example]
     decisions: Mapping[str, DecodingThresholds]
     predictions: Mapping[str, Sequence[Any]]
-    """One prediction per example, by task; see `hpo.training.decoding.decode`."""
+    """One prediction per example, by task; see `hpo.training.evaluate.decode`."""
     probabilities: Mapping[str, NDArray[np.float64]]
     """[E, C] of single_label and multi_label tasks."""
 

@@ -1,8 +1,8 @@
 """optuna-dashboard with our notes and charts.
 
 The dashboard has no authentication. So it listens on loopback, unless another address is given, and answers
-only requests with its own address as host. This stops another site with a name for 127.0.0.1 (DNS rebinding).
-It runs in our process, because `optuna-dashboard URL` would show the database's password in the process list.
+only requests with its own address as host, since another site may have a name for 127.0.0.1. It runs
+in our process, because `optuna-dashboard URL` would show the database's password in the process list.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
 from hpo.report.detailed import evaluations_of
-from hpo.report.messages import objectives_text
 from hpo.report.screens import best
+from hpo.report.status import objectives_text
 from hpo.report.tables import StudyTables, precision_table
 from hpo.report.terminal import Part, Rows
 from hpo.report.trial_precision import shared_formats
@@ -123,10 +123,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIServer:
-    """Return a listening server on the IPv4 address `host`. Port 0: any free one.
-
-    Raises StorageError if the database cannot be used, InputError if the address cannot be bound.
-    """
+    """Return a listening server on the IPv4 address `host`. Raises StorageError or InputError."""
     try:
         ipaddress.IPv4Address(host)
     except ValueError:

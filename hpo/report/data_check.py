@@ -26,8 +26,7 @@ from hpo.tasks.tokenized_split import Windowing
 from hpo.trial.objectives import check_metric_names, check_metric_values
 
 _QUANTILES = {50: "median length", 90: "90% quantile", 99: "99% quantile", 100: "longest"}
-MAX_CLASSES = 12
-"""Tasks with more classes have no table of classes; `--json` has them all."""
+MAX_CLASSES = 12  # tasks with more classes have no table of classes; `--json` has them all
 
 
 @dataclass(frozen=True)

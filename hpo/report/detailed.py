@@ -15,13 +15,12 @@ from markupsafe import Markup, escape
 
 from hpo.json_safe import is_number
 from hpo.report.formats import format_interval, format_number, format_percent, plural
-from hpo.report.messages import BASELINE, with_baseline
+from hpo.report.status import BASELINE, with_baseline
 from hpo.report.terminal import Rows
 from hpo.study.reading.study_record import TrialRecord
 from hpo.tasks.kind import known_kind
 
-SPLITS = ("test", "validation", "train")
-"""Order of the page: splits unseen by the search come first."""
+SPLITS = ("test", "validation", "train")  # order of the page: splits unseen by the search come first
 MAX_CONFUSIONS = 20
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -42,8 +42,7 @@ from hpo.trial.telemetry import Callbacks
 
 _logger = logging.getLogger(__name__)
 
-MEASURED_STEPS = 13
-"""Training steps if there is no complete trial; three of them are warm-up."""
+MEASURED_STEPS = 13  # training steps if there is no complete trial; three of them are warm-up
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,7 @@ class TrialCost:
     seconds: float  # time with evaluations and setup
     measured_by: str
     run_seconds: float = 0.0  # time of a run without training: its setup and one evaluation
-    checkpoint_bytes: int | None = None
-    """Size of weights, optimizer state and best weights; None: unknown."""
+    checkpoint_bytes: int | None = None  # size of weights, optimizer state and best weights; None: unknown
 
 
 @dataclass(frozen=True)
@@ -130,11 +128,7 @@ def make_plan(
     num_workers: int,
     why_pruner: str = "",
 ) -> Plan:
-    """Plan the rest of a study by the cost of its trials.
-
-    If no trial has trained, each of the `costs` is as frequent as the others. `record` is None without a
-    stored study.
-    """
+    """Plan the rest of a study by the cost of its trials, or by `costs` if none has trained."""
     run_seconds = fmean(cost.run_seconds for cost in costs)
     cost = Cost(run_seconds, fmean(cost.seconds for cost in costs) - run_seconds)
     record = record or _empty_record(config)
@@ -191,7 +185,6 @@ def measure_cost(
     resolved: ResolvedStudy,
     runs_dir: Path,
     precision: str,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> TrialCost:
     """Train some steps with the settings in the middle of their ranges, and evaluate once. Raises
     RunError.
@@ -209,7 +202,7 @@ def measure_cost(
         constraints={},  # so few steps say nothing about quality
     )
     executor = Executor(replace(resolved, config=short), runs_dir)
-    result = executor.run(params, None, "plan", Callbacks(should_stop=should_stop))
+    result = executor.run(params, None, "plan", Callbacks())
     release_free_memory(resolved.device)  # the trials may run in other processes
     if result.outcome != Outcome.COMPLETE:
         raise RunError(f"{precision}: {MEASURED_STEPS} steps ended as {result.outcome}: {result.reason}")

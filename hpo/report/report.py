@@ -1,7 +1,7 @@
 """A study as one HTML file and CSV tables in base units (seconds, bytes).
 
 The page opens offline, since plotly.js is inside, and its policy forbids it to load anything. Text of users
-and trials is escaped. Each file is written under a temporary name and renamed, so it is never half written.
+and trials is escaped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hpo.report.formats import (
     format_value,
     plural,
 )
-from hpo.report.messages import (
+from hpo.report.status import (
     budget_messages,
     limit_messages,
     objective_values,
@@ -66,10 +66,7 @@ _FIRST = ("objectives", "history", "metric_throughput")
 
 
 def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = None) -> Path:
-    """Write the report into `out_dir`, over an earlier one; return the HTML file. Raises RunError.
-
-    `study_file` is the study in the command to train a trial again.
-    """
+    """Write the report into `out_dir`, over an earlier one; return the HTML file. Raises RunError."""
     tables = StudyTables(record)
     with collector_paused():
         verdicts = [row for result in record.comparisons.values() for row in verdict_table(result)]

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -31,10 +31,8 @@ from hpo.study.reading.study_record import (
     device_kinds,
 )
 
-OUTCOMES = (*Outcome, "running", "waiting")
-"""Order of outcomes in tables."""
-ON = " on "
-"""Separator of a precision and a kind of device."""
+OUTCOMES = (*Outcome, "running", "waiting")  # order of outcomes in tables
+ON = " on "  # separator of a precision and a kind of device
 UNKNOWN = "unknown"
 QUANTITIES = (
     "train_examples_per_second",
@@ -247,18 +245,19 @@ class StudyTables:
 
     @cached_property
     def evaluations(self) -> pd.DataFrame:
-        """One row per evaluation of a trial: trial, precision, step, epoch, seconds, speed, every metric.
-
-        A metric of a task is in the column `<task>/<metric>`.
-        """
+        """One row per evaluation of a trial; a metric of a task is in the column `<task>/<metric>`."""
         rows = [
             {"number": trial.number, "precision": precision}
             | {name: value for name, value in vars(row).items() if name != "metrics"}
-            | dict(_flat(row.metrics))
+            | dict(row.metrics)
             for trial, precision in zip(self.record.trials, self.trials["precision"], strict=True)
             for row in trial.evaluations
         ]
-        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["number", "precision", "step", "epoch"])
+        return (
+            pd.json_normalize(rows, sep="/")
+            if rows
+            else pd.DataFrame(columns=["number", "precision", "step", "epoch"])
+        )
 
 
 def precision_table(tables: StudyTables) -> Rows:
@@ -331,12 +330,3 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
     for name in path.split("."):
         value = (value or {}).get(name)
     return value
-
-
-def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            for inner, number in _flat(value):
-                yield f"{name}/{inner}", number
-        else:
-            yield name, value

@@ -20,8 +20,7 @@ PARTS = "fp32_parts"
 FORMATS = ("adapter", "base_precision", "optimizer_state", PARTS, "attention", "compile")
 """Settings, other than `fp_precision`, of how numbers are stored or computed."""
 
-_FULL = ("fp32", "tf32")
-"""Precisions with all parts in fp32 anyway."""
+_FULL = ("fp32", "tf32")  # precisions with all parts in fp32 anyway
 
 
 def differing_formats(

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-FIRST_STEP_SHARE = 0.005
-"""Half of the first step, as an assumed share of a budget in seconds."""
+FIRST_STEP_SHARE = 0.005  # half of the first step, as an assumed share of a budget in seconds
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import manual_seed, step_seed
 from hpo.tasks.tokenized_split import IntArray
 from hpo.training.budget import Budget, TrainState
-from hpo.training.decoding import decode_tasks
 from hpo.training.distributed import (
     NO_HALVING,
     GradientSum,
@@ -46,7 +45,7 @@ from hpo.training.distributed import (
     rows_of_rank,
     world_size,
 )
-from hpo.training.evaluate import Evaluation, check_finite, predict_logits, scores_by_source
+from hpo.training.evaluate import Evaluation, check_finite, decode_tasks, predict_logits, scores_by_source
 from hpo.training.losses import MultitaskLoss
 from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory

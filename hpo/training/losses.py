@@ -38,10 +38,7 @@ def check_loss(tasks: Iterable[Task], loss: str) -> None:
 
 
 def count_items(task: Task, target: Tensor) -> int:
-    """Return the number of labelled items of a target (see `hpo.tasks.kind`). On a GPU it waits.
-
-    An item is labelled if any of its classes or names is.
-    """
+    """Return the number of items with a labelled class or name (`hpo.tasks.kind`). On a GPU it waits."""
     return int(kind_of(task).labelled(target).sum())
 
 

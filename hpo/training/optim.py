@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 
 from hpo import extensions
 from hpo.models.multitask import MultitaskModel, parameter_depths
-from hpo.training.float32_optimizer import Float32Optimizer, start_momentum
-from hpo.training.optimizer_states import state_facts
+from hpo.training.float32_optimizer import Float32Optimizer, start_momentum, state_facts
 
 
 def parameter_groups(
@@ -68,8 +67,7 @@ class Lion(Optimizer):
     (the paper, section 5).
     """
 
-    found_inf: Tensor | None = None
-    """1: the next step changes nothing, as in PyTorch's fused optimisers."""
+    found_inf: Tensor | None = None  # 1: the next step changes nothing, as in PyTorch's fused optimisers
 
     def __init__(
         self, params: list[dict[str, Any]], lr: float, betas: tuple[float, float], weight_decay: float = 0.0
@@ -115,7 +113,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimiser over `groups`.
 
-    `state` is the format of its moments (`hpo.training.optimizer_states`). Weights in `fp32_state` have
+    `state` is the format of its moments (`hpo.training.float32_optimizer`). Weights in `fp32_state` have
     moments in fp32. `option` has the options of an optimiser of the study's own code.
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)

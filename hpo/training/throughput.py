@@ -27,11 +27,9 @@ from hpo.device import DeviceInfo, EnergyCounter, synchronize
 from hpo.training.budget import TrainState
 from hpo.training.distributed import decide
 
-WARMUP_STEPS = 3
-"""Steps without a rate, unless a trial has no others."""
+WARMUP_STEPS = 3  # steps without a rate, unless a trial has no others
 
-RECENT_STEPS = 1000
-"""Most durations in memory; on a GPU also most pending events."""
+RECENT_STEPS = 1000  # most durations in memory; on a GPU also most pending events
 
 MIN_STRETCH_SECONDS = 2.0
 """The shortest counted stretch of energy: twenty times the longest update period of the counter."""
@@ -220,10 +218,7 @@ class CompileClock:
 
 
 class TrainingClock:
-    """Seconds of training, without evaluation, copies for checkpoints and compilation.
-
-    The meter's rates leave out a step with a compilation or a new CUDA graph.
-    """
+    """Seconds of training, without evaluation, copies for checkpoints, compilation and new CUDA graphs."""
 
     def __init__(
         self, state: TrainState, meter: ThroughputMeter, compile_clock: CompileClock | None = None

@@ -33,7 +33,7 @@ from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation
-from hpo.training.optimizer_states import state_facts
+from hpo.training.float32_optimizer import state_facts
 from hpo.training.throughput import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.objectives import task_and_name

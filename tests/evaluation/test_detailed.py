@@ -32,7 +32,7 @@ from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
-from hpo.training.decoding import decode_tasks
+from hpo.training.evaluate import decode_tasks
 from hpo.training.metrics import RowStatistics, primary_mean, row_statistics, score
 
 EVIDENCE = {**every_kind.TASKS["evidence"], "span_names": every_kind.TASKS["tags"]["classes"]}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpo.report.deployed import verdict
+from hpo.report.verdicts import verdict
 
 
 def found(artifact: str = "onnx_int8_dynamic", **test: Any) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from support.study_records import fake_trial, record_of
 from hpo.report import best_screens, screens
 from hpo.report.best_screens import summary
 from hpo.report.dashboard import study_note
-from hpo.report.messages import SCORE
 from hpo.report.report import write_report
-from hpo.report.status import study_status
+from hpo.report.status import SCORE, study_status
 from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord
 

@@ -13,10 +13,10 @@ from support.detailed_documents import document, nothing_known, task_document
 from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
-from hpo.report import best_screens, progress, terminal
+from hpo.report import best_screens, screens, terminal
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
-from hpo.report.progress import StudyDisplay
+from hpo.report.screens import StudyDisplay
 from hpo.report.terminal import print_parts
 from hpo.study.reading.watch import StudyProgress
 
@@ -77,7 +77,7 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
 ) -> None:
     screen, clock = Screen(250 if terminal else 80, terminal), [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(screens.time, "monotonic", lambda: clock[0])
     shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen.console)
     for second in range(50):
         clock[0] = float(second)

@@ -11,8 +11,7 @@ from support.worker_process import study
 from hpo.config.definition import CHANGEABLE
 from hpo.study.reading.study_record import StudyRecord
 from hpo.track.follow import write_files
-from hpo.track.runs import Run, runs_of
-from hpo.track.settings import is_secret, study_settings, trial_settings
+from hpo.track.runs import Run, is_secret, runs_of, study_settings, trial_settings
 
 TOKEN = "hf_" + "a1B2" * 9
 

@@ -10,8 +10,7 @@ from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpo.training.optim import build_optimizer, optimizer_state_facts
-from hpo.training.optimizer_states import (
+from hpo.training.float32_optimizer import (
     BLOCK,
     MIN_ELEMENTS,
     SIGNED,
@@ -21,6 +20,7 @@ from hpo.training.optimizer_states import (
     is_encoded,
     nearest,
 )
+from hpo.training.optim import build_optimizer, optimizer_state_facts
 
 BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}
 SHORT = tuple(BYTES)

@@ -126,8 +126,7 @@ _END_OF_JOB = (
 SIGNAL_LEAD = 120
 """Seconds between the warning and the time limit of a job; `--sbatch signal=B:USR1@S` changes it."""
 _NO_REQUEUE = "no-requeue"
-_NO_REQUEUE_SET = "HPO_NO_REQUEUE"
-"""Set in jobs without a requeue."""
+_NO_REQUEUE_SET = "HPO_NO_REQUEUE"  # set in jobs without a requeue
 _ARRAY = "HPO_SLURM_ARRAY"
 """The job's array, if all its workers are in one study. Other scripts may mix studies in an array."""
 _OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")

@@ -25,7 +25,6 @@ from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
-from hpo.study.reading.overview import say_damaged
 from hpo.study.reading.reader import read_study
 from hpo.study.store.failures import DATABASE_ERRORS, explain
 from hpo.study.store.foreign import (
@@ -71,10 +70,7 @@ class Finding:
 
 
 def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
-    """Yield the problems of all studies, or of `study`, in the database at `url` and on this host.
-
-    With `fix`, mend each problem before it is yielded, if possible. Raises HpoError.
-    """
+    """Yield the problems of all studies, or of `study`, and mend them if `fix`. Raises HpoError."""
     try:
         with open_storage(url, create=False) as storage:
             if study is not None:
@@ -136,7 +132,7 @@ def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterato
             config = checkpoint_config(row.name, json.loads(row.definition))
             check_allowed(row.name, checkpoint_path(config))
         except (ValueError, AttributeError, StorageError) as error:  # the definition is damaged
-            say_damaged(row.name, str(error))
+            yield Finding("checkpoints", f"Study {row.name}: its definition is damaged.", str(error))
             continue
         except InputError as error:
             yield Finding("checkpoints", f"Study {row.name}: its checkpoints were not examined.", str(error))

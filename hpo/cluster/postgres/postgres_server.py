@@ -7,12 +7,10 @@ Its folder contains:
     server.crt   certificate for `sslrootcert` in the URL, if other machines may connect
     lock         lock of the server's processes; its text is their host
 
-fsync stays on, so stored results survive a power failure. The role of the workers is no superuser, the
-superuser cannot connect, and a server on more than loopback refuses connections without TLS.
-
-Two servers on one data folder would destroy it. PostgreSQL's guard, a process id, does not reach the other
-hosts of a shared file system. So the server inherits a lock on a file. The kernel releases the lock when the
-last process of the server ends.
+The role of the workers is no superuser, the superuser cannot connect, and a server on more than loopback
+refuses connections without TLS. Two servers on one data folder would destroy it, and PostgreSQL's guard does
+not reach the other hosts of a shared file system. So the server inherits a lock on a file, which the kernel
+releases when the last process of the server ends.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ from hpo.errors import InputError, RunError, shorten
 from hpo.redaction import redact
 from hpo.study.store.database import URL_FROM_FILE, storage_url
 
-_INSTALLED_IN = ("lib/postgresql/*/bin", "pgsql-*/bin")
-"""Folders under /usr on Debian and on Red Hat."""
+_INSTALLED_IN = ("lib/postgresql/*/bin", "pgsql-*/bin")  # folders under /usr on Debian and on Red Hat
 
 
 @dataclass(frozen=True)
@@ -115,8 +112,7 @@ def _run(command: Sequence[object], **options: Any) -> subprocess.CompletedProce
 ROLE = DATABASE = "hpo"
 START_SECONDS = 600
 """Time limit of a start. After a crash the server first replays its log."""
-OTHER_SECONDS = 60.0
-"""Time limit for the answer of a server that another process has started."""
+OTHER_SECONDS = 60.0  # time limit for the answer of a server that another process has started
 STOP_SECONDS = 120
 
 _SETTINGS = """

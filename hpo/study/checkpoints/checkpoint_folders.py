@@ -1,8 +1,7 @@
 """The folder of a study's checkpoints: its database, and its use from several machines.
 
-Several databases may share one `runs/`, and `hpo copy` leaves two databases with the same study and the same
-checkpoints. So a file in the folder names the last database of the study, without its password. That database
-alone removes the checkpoints.
+Several databases may share one `runs/`, and `hpo copy` leaves two databases with the same checkpoints. So a
+file in the folder names the last database of the study. That database alone removes the checkpoints.
 """
 
 from __future__ import annotations

@@ -58,10 +58,7 @@ def keep_best_checkpoints(
     remote: RemoteStore | None = None,
     removed: set[int] | None = None,
 ) -> None:
-    """Remove all checkpoints of `without_checkpoints`, here and in the remote store if it answers.
-
-    `removed` are the trials of earlier calls; this call adds its own.
-    """
+    """Remove all checkpoints of `without_checkpoints`, here and in the store, and note them in `removed`."""
     removed = set() if removed is None else removed
     directions = [direction.name.lower() for direction in study.directions]
     # With one objective, a trial never becomes one of the best again.

@@ -47,10 +47,7 @@ _S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attemp
 
 
 class RemoteStore:
-    """The checkpoints of studies at one location. A folder under `runs/` identifies a trial.
-
-    Every method raises CheckpointError if the store does not answer.
-    """
+    """The checkpoints of studies at one location. Every method may raise CheckpointError."""
 
     def __init__(self, location: str, filesystem: Any, root: str) -> None:
         self.location = location

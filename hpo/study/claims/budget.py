@@ -1,11 +1,9 @@
 """Device time of a study with a budget: the time spent, and the trials that may still begin.
 
 With each heartbeat and each evaluation, a worker writes the time of its trial into the row of its claim.
-Workers on one device each count their part. The sum over the rows is the time spent.
-
-When the budget is spent, a trial stops at its next evaluation with a checkpoint. It is PRUNED with the reason
-`BUDGET_SPENT`, and continues if the budget is raised. The planner (`hpo.study.sampling.forecast`) decides if
-another trial begins.
+Workers on one device each count their part. When the sum has reached the budget, a trial stops at its next
+evaluation with a checkpoint. It is PRUNED with the reason `BUDGET_SPENT`, and continues if the budget is
+raised. The planner (`hpo.study.sampling.forecast`) decides if another trial begins.
 """
 
 from __future__ import annotations
@@ -91,10 +89,7 @@ class StudyBudget:
         num_waiting: int,
         most: int,
     ) -> Forecast:
-        """Forecast the rest of the study: the new trials within its budget, and all remaining runs.
-
-        `begun` are unfinished trials after their first start. At most `most` new trials begin.
-        """
+        """Forecast the rest of the study, with at most `most` new trials. `begun` are unfinished trials."""
         cost = self._cost(connection, [trial for trial in begun if is_paused(trial)])
         left = self.left(connection)
         if cost is not None:

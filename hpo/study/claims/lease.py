@@ -1,7 +1,7 @@
 """The right of one worker to run one trial, and the changes of the trial that need this right.
 
-Each change is one transaction, which first locks the claim's row. So a worker without its lease stores
-nothing, and a killed worker leaves either the state before or after a change.
+Each change is one transaction, which first locks the claim's row. A killed worker leaves either the state
+before or after a change.
 """
 
 from __future__ import annotations
@@ -155,14 +155,11 @@ class Lease:
             raise LeaseLostError(f"Trial {self.number} is gone: its study was deleted.") from error
 
     def report(self, evaluation: EvaluationRow, index: int, value: float | None) -> bool:
-        """Store one evaluation of the trial and return true if the pruner would stop the trial.
+        """Store one evaluation and return true if the pruner would stop the trial. Raises LeaseLostError.
 
-        Evaluations of this and later steps are of a dead worker and are deleted. Raises LeaseLostError.
-
-        Args:
-            index: counts the trial's evaluations. It is Optuna's `step`, so that pruners compare trials of
-                different batch sizes at the same share of their budget.
-            value: the objective. Optuna gets it if it is finite and the only objective.
+        Evaluations of this and later steps are of a dead worker and are deleted. `index` counts the
+        evaluations. It is Optuna's `step`, so that pruners compare trials of different batch sizes at the
+        same share of their budget.
         """
         return self.storage.persist(lambda: self._report(evaluation, index, value))
 
@@ -185,10 +182,7 @@ class Lease:
         return study.pruner.prune(study, self.storage.optuna.get_trial(trial_id))
 
     def pause(self, rung: float, values: Sequence[float]) -> None:
-        """Note that the trial is at a rung. The worker keeps it until its checkpoint is written.
-
-        If the worker dies in between, the paused trial continues from an older checkpoint.
-        """
+        """Note that the trial is at a rung. The worker keeps it until its checkpoint is written."""
         stored = self.storage.persist(self._stored)
         self._rung, self._rungs = rung, {**stored.user_attrs.get(RUNGS_ATTR, {})}
         self._note_rung({"values": json_safe(list(values)), "constraints": {}})
@@ -215,9 +209,8 @@ class Lease:
             self.storage.write(lambda connection: self.hold(connection, owner=None))
 
     def end(self, result: TrialResult, retry: Mapping[str, Any] | None = None) -> None:
-        """End the trial. Raises LeaseLostError if another worker has it, or another program has ended it.
-
-        `retry` has the user attributes of a new trial with the same parameters; None: no retry.
+        """End the trial. `retry`: user attributes of a trial that tries the same again. Raises
+        LeaseLostError.
         """
         self.storage.persist(lambda: self._end(result, retry))
 

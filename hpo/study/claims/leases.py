@@ -11,16 +11,12 @@ the whole state, so a worker may be killed anywhere:
     any other state           ended
 
 A worker reads all trials, decides, and claims by one conditional change: the trial must still have the owner
-of the snapshot. A trial is made, or started, in the transaction that counts the trials of the study.
-
-On one machine the others see at once that a worker's process is gone; elsewhere its lease runs out. Optuna's
+of the snapshot. A trial is made, or started, in the transaction that counts the trials of the study. Optuna's
 heartbeat does not serve: it runs only inside `study.optimize`, ends for good after a restart of the database,
 and fails a trial instead of continuing it.
 
-A configuration that kills its process (out of memory, a segmentation fault) would be taken over for ever, but
-most deaths are not its fault: a lost node, `kill -9`. So a trial ends as `crashed` only after `MAX_DEATHS`
-deaths of its workers in a row without progress. The next worker of the trial counts the death in the
-transaction of its claim. A worker that lost its GPU counts its own.
+A trial ends as `crashed` after `MAX_DEATHS` deaths of its workers in a row without progress. The next worker
+of the trial counts the death in the transaction of its claim. A worker that lost its GPU counts its own.
 """
 
 from __future__ import annotations
@@ -68,8 +64,7 @@ from hpo.study.store.schema import claims, evaluations, studies, workers
 from hpo.study.store.storage import is_stored, num_open
 from hpo.study.store.studies import BUDGET_SPENT, SOURCE_ATTR
 
-MAX_REFUSALS = 20
-"""After this many failed claims of an unchanged trial, the cause is no faster worker."""
+MAX_REFUSALS = 20  # after this many failed claims of an unchanged trial, the cause is no faster worker
 
 _logger = logging.getLogger(__name__)
 
@@ -187,10 +182,7 @@ class WorkerLease(Membership):
         give_up(connection, trial, Outcome.FAILED, why)
 
     def _claim(self, change: Change) -> Lease | None:
-        """Make a claim in one transaction; return None if there is none or the database is away.
-
-        Then the caller reads again: a claim with a lost answer is a trial of this worker.
-        """
+        """Make a claim in one transaction; return None if there is none or the database is away."""
 
         def claim() -> sa.Row[Any] | None:
             with self._storage.engine.connect() as connection, connection.begin() as transaction:
@@ -315,10 +307,7 @@ class WorkerLease(Membership):
         return connection.execute(sa.insert(claims).values(**values, point=key).returning(claims)).one()
 
     def _death(self, connection: sa.Connection, row: sa.Row[Any]) -> dict[str, int]:
-        """Return the changes of a claim after the death of its worker.
-
-        A checkpoint after the worker's last heartbeat does not count as progress.
-        """
+        """Return the changes of a claim after its worker's death. An unreported checkpoint is no progress."""
         if connection.execute(sa.select(workers.c.id).where(workers.c.id == row.owner)).first() is None:
             return {}  # the database lost the worker's row, see `Membership`
         last_evaluation = sa.select(sa.func.max(evaluations.c.step)).where(

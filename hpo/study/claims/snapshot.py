@@ -1,7 +1,7 @@
 """Trials of a study at one moment for one worker: free, running, paused, waiting.
 
-Optuna's trials are read before the claims, on a connection of their own. A trial is claimed only if it is
-still unchanged.
+A worker's device may lack precisions of the study (`Runnable`). Optuna's trials are read before the claims,
+on a connection of their own. A trial is claimed only if it is still unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.precision.table import PRECISION, named_choices
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.sampling.infeasible import Choice, Failures, choices_of
+from hpo.study.sampling.feasible_sampler import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import Promotion, Rung, Standings, check_attributes, is_paused
 from hpo.study.store.optuna_internals import read_trials

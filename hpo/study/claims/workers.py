@@ -26,8 +26,7 @@ from hpo.study.store.process import process_start, this_job, this_machine
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage
 
-BEAT_SECONDS = 2.0
-"""Time between two heartbeats, which also report the trial's progress."""
+BEAT_SECONDS = 2.0  # time between two heartbeats, which also report the trial's progress
 
 _logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import zipfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -65,10 +64,7 @@ def _read(text: str) -> Mapping[str, Any]:
 def store_detailed_evaluation(
     storage: Storage, name: str, token: str, trial_number: int, document: Mapping[str, Any]
 ) -> None:
-    """Store a detailed evaluation with its trial, and replace an earlier one of that split.
-
-    Raises RunError if the study was deleted or made anew since its `token` was read (`Storage.study_token`).
-    """
+    """Store a detailed evaluation in place of an earlier one. Raises RunError if the study is gone."""
     table = detailed_evaluations
     key = {"study": name, "trial_number": trial_number, "split": document["split"]}
     text = json.dumps(json_safe(document))
@@ -106,18 +102,12 @@ def store_row_statistics(
 def read_row_statistics(
     storage: Storage, study: str, tasks: Sequence[Task]
 ) -> dict[int, dict[str, RowStatistics]]:
-    """Return the statistics of a study's trials by number and task. Raises RunError if one is damaged."""
+    """Return the statistics of a study's trials by number and task."""
     query = sa.select(row_statistics).where(row_statistics.c.study == study)
     by_trial = {}
     for row in storage.read(lambda connection: connection.execute(query).all()):
-        try:
-            with np.load(io.BytesIO(row.content), allow_pickle=False) as archive:
-                by_trial[row.trial_number] = {task.name: _of_task(archive, task) for task in tasks}
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-            raise RunError(
-                f"The row statistics of trial {row.trial_number} of `{study}` cannot be read "
-                f"({type(error).__name__}). Compare anew: hpo delete {study}"
-            ) from error
+        with np.load(io.BytesIO(row.content), allow_pickle=False) as archive:
+            by_trial[row.trial_number] = {task.name: _of_task(archive, task) for task in tasks}
     return by_trial
 
 

@@ -5,23 +5,17 @@ The database adds up the numbers in a few queries, because `reader` takes second
 
 from __future__ import annotations
 
-import json
-import logging
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
 
-from hpo.config.study_file import show
 from hpo.study.store.database import snapshot
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, count_trials
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,33 +43,16 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             alive = storage.heard_workers(connection)
             counts = _counts(connection, alive)
         num_workers = Counter(worker.study for worker in alive.values())
-        overviews = []
-        for row in rows:
-            trials = counts[row.name]
-            unfinished = sum(trials.values()) - trials["done"]
-            try:
-                json.loads(row.definition)  # raises if the row is damaged
-                overview = StudyOverview(
-                    name=row.name,
-                    state="done" if row.state == "open" and not unfinished else row.state,
-                    trials={**trials, "total": sum(trials.values())},
-                    workers=num_workers[row.name],
-                    created=min(row.created, now),
-                    now=now,
-                )
-            except (ValueError, TypeError) as error:
-                say_damaged(row.name, f"{type(error).__name__}: {error}")
-            else:
-                overviews.append(overview)
-        return overviews
+        return [_overview(row, counts[row.name], num_workers[row.name], now) for row in rows]
 
     return storage.persist(read)
 
 
-@lru_cache(maxsize=1024)
-def say_damaged(name: str, reason: str) -> None:
-    """Log once that the row of a study is unreadable."""
-    _logger.warning("The study %s is left out: its row is damaged (%s).", show(name), reason)
+def _overview(row: sa.Row[Any], trials: dict[str, int], num_workers: int, now: float) -> StudyOverview:
+    total = sum(trials.values())
+    state = "done" if row.state == "open" and trials["done"] == total else row.state
+    created = min(row.created, now)
+    return StudyOverview(row.name, state, {**trials, "total": total}, num_workers, created, now)
 
 
 def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:

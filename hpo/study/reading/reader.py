@@ -1,26 +1,27 @@
 """Read a whole study for status, reports and the dashboard.
 
 Optuna runs queries for every attribute of a trial, which takes seconds for thousands of trials. This module
-runs one query for each table, and JSON is decoded at its first use.
+runs one query for each table.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
+from optuna.distributions import json_to_distribution
 
 from hpo.collector import collector_paused
 from hpo.config.study_file import check_study_name
+from hpo.errors import StorageError, shorten
 from hpo.outcome import Outcome
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
 from hpo.study.reading.study_record import (
-    StoredJson,
     StudyRecord,
     TrialRecord,
     WorkerRecord,
@@ -146,9 +147,11 @@ def _read_trials(
     for row in rows(table, "key", table.c.key.startswith("constraints")):
         limits[row.trial_id] |= constraint(row.key, json.loads(row.value_json))
     for row in rows(optuna_internals.params, "param_id"):
-        params[row.trial_id][row.param_name] = _external(row.distribution_json)(row.param_value)
+        params[row.trial_id][row.param_name] = _distribution(row.distribution_json).to_external_repr(
+            row.param_value
+        )
     for row in rows(optuna_internals.user_attributes, "trial_user_attribute_id"):
-        decode = StoredJson if row.key == _TELEMETRY else json.loads
+        decode = json_object if row.key == _TELEMETRY else json.loads
         attributes[row.trial_id][row.key] = decode(row.value_json)
     evaluations = _read_evaluations(connection, name)
     detailed = read_detailed_evaluations(connection, name)
@@ -186,7 +189,7 @@ def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[Ev
     query = sa.select(table.c.trial_number, *columns).where(table.c.study == name).order_by(table.c.step)
     evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
     for number, step, epoch, seconds, metrics, *rates in connection.execute(query):
-        evaluations[number].append(EvaluationRow(step, epoch, seconds, StoredJson(metrics), *rates))
+        evaluations[number].append(EvaluationRow(step, epoch, seconds, json_object(metrics), *rates))
     return evaluations
 
 
@@ -203,12 +206,21 @@ def _own(attributes: Mapping[str, Any], state: str) -> dict[str, Any]:
     return {key: value for key, value in attributes.items() if key not in left_out}
 
 
-@lru_cache(maxsize=1024)
-def _external(distribution_json: str) -> Callable[[float], Any]:
-    distribution = json.loads(distribution_json)
-    if (choices := distribution["attributes"].get("choices")) is not None:
-        return lambda stored: choices[int(stored)]
-    return int if distribution["name"].startswith("Int") else float
+def json_object(text: str) -> dict[str, Any]:
+    """Decode a JSON object of the database. Raises StorageError for anything else."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise StorageError(
+            f"The database must have a JSON object here, but has `{shorten(text, 60)}`. Somebody has changed "
+            "the record of a trial."
+        )
+    return content
+
+
+_distribution = lru_cache(maxsize=1024)(json_to_distribution)
 
 
 def _utc(time: datetime | None) -> datetime | None:

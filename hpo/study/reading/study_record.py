@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,35 +16,6 @@ from hpo.outcome import Outcome
 from hpo.study.sampling.fronts import loss_signs, pareto_front
 from hpo.study.sampling.promotion import is_at_rung
 from hpo.study.store.schema import EvaluationRow
-
-
-class StoredJson(Mapping[str, Any]):
-    """A JSON object of the database, decoded at its first use."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    @cached_property
-    def _content(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self._text)
-        self._text = ""
-        return content
-
-    def __getitem__(self, key: str) -> Any:
-        return self._content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._content)
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    # The inherited methods of `Mapping` are several times as slow.
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._content.get(key, default)
-
-    def items(self) -> ItemsView[str, Any]:
-        return self._content.items()
 
 
 @dataclass(frozen=True)
@@ -70,8 +39,7 @@ class TrialRecord:
     """Optuna's: of the study's limits, and `limits.FEASIBLE`."""
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     evaluations: Sequence[EvaluationRow] = ()
-    trained_seconds: float | None = None
-    """Seconds of training at its last evaluation; None: there is none."""
+    trained_seconds: float | None = None  # seconds of training at its last evaluation; None: there is none
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Detailed evaluations of its best checkpoint by split, as JSON."""
 

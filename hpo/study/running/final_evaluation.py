@@ -1,8 +1,7 @@
 """The detailed evaluation of a study's best trial, once, by a worker that sees the study end.
 
-The workers of a study see its end together, so one that shares a folder of checkpoints holds a lock there,
-and the others leave. A worker without the checkpoint leaves the trial to the others. If the evaluation fails,
-`hpo best --evaluate` tries it again.
+One of the workers that share a folder of checkpoints holds a lock there, and the others leave. If the
+evaluation fails, `hpo best --evaluate` tries it again.
 """
 
 from __future__ import annotations

@@ -156,9 +156,8 @@ def _open_existing(url: str, stop: Stop | None) -> Storage | None:
 
 
 def _resolve_here(config: StudyConfig, trials_run: TrialsRun) -> tuple[ResolvedStudy, dict[str, str]]:
-    """Resolve the study for this machine's device, and return it with the result of `check_precisions`.
-
-    If the trials run elsewhere, a missing device is no error: the study is checked on the CPU.
+    """Resolve the study for this machine's device, or for a CPU if the trials run elsewhere; check
+    precisions.
     """
     try:
         device = probe_device(config.device)
@@ -177,8 +176,7 @@ def _resolve_here(config: StudyConfig, trials_run: TrialsRun) -> tuple[ResolvedS
 def check_precisions(study: ResolvedStudy) -> dict[str, str]:
     """Return the study's precisions without support on its device, by `choice_name`, with the reasons.
 
-    Raises InputError if it supports none, unless `amp.on_unsupported` is `fallback`. The same holds for base
-    precisions if every trial has one.
+    Raises InputError if it supports none, unless `amp.on_unsupported` is `fallback`.
     """
     config, device, precisions = study.config, study.device, study.precisions
     lacking = lacking_choices({PRECISION: precisions}, device, config.amp)

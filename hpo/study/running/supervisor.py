@@ -1,11 +1,9 @@
 """The supervisor of a machine's workers: processes, each started again when it dies.
 
-A worker that ends with exit code 0 (done), 2 (wrong input) or 130 (stopped) is not started again, and the
-others go on. After anything else it is started again, at most `MAX_RESTARTS` times within an hour. Then the
-machine is broken: the other workers checkpoint and leave, and the error shows the end of the log.
-
-Workers stop when their standard input ends, also by the death of this process. This process waits for no
-database: during an outage, a dead worker waits for its restart.
+A worker that ends with exit code 0 (done), 2 (wrong input) or 130 (stopped) is not started again. After
+anything else it is, at most `MAX_RESTARTS` times within an hour. Then the machine is broken: the other
+workers checkpoint and leave, and the error shows the end of the log. Workers stop when their standard input
+ends, also by the death of this process. During an outage, a dead worker waits for its restart.
 """
 
 from __future__ import annotations
@@ -46,12 +44,10 @@ from hpo.study.store.lifecycle import is_in_work, read_state
 from hpo.study.store.process import this_job
 from hpo.study.store.storage import Storage
 
-MAX_RESTARTS = 10
-"""Most restarts of a dead worker within `RESTART_SECONDS`."""
+MAX_RESTARTS = 10  # most restarts of a dead worker within `RESTART_SECONDS`
 RESTART_SECONDS = 3600.0
 
-LEAVE_SECONDS = 60.0
-"""Time for the workers to checkpoint and leave when this process ends on an error."""
+LEAVE_SECONDS = 60.0  # time for the workers to checkpoint and leave when this process ends on an error
 
 _STOPPED = RunSummary("stopped").exit_code
 _logger = logging.getLogger(__name__)
@@ -74,8 +70,7 @@ class DeviceShare:
 @dataclass(frozen=True)
 class WorkerProcesses:
     shares: Sequence[DeviceShare]
-    storage_as_given: str | None = None
-    """The user's name of the storage, such as `@FILE`; None: its URL."""
+    storage_as_given: str | None = None  # the user's name of the storage, such as `@FILE`; None: its URL
 
 
 def share_devices(
@@ -105,11 +100,7 @@ def share_devices(
 
 
 def share_memory(amp: AmpConfig, device: DeviceInfo, num_workers: int) -> AmpConfig:
-    """Limit a worker to its share of a GPU's memory, or to the share in `amp`.
-
-    Raises InputError if the workers may together take more than there is: a trial without memory because of
-    its neighbour would be stored as one that does not fit.
-    """
+    """Limit a worker to its share of a GPU's memory. Raises InputError if `amp` gives it a larger one."""
     if device.type != "cuda" or num_workers == 1:
         return amp
     share = memory_share(device, num_workers)
@@ -242,10 +233,7 @@ class _Supervisor:
     broken: _Worker | None = None  # A worker without restarts left
 
     def run(self, folder: Path) -> None:
-        """Run the workers, with their logs in `folder`, until all have ended.
-
-        After an error here they have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are killed.
-        """
+        """Run the workers, with their logs in `folder`. After an error they have `LEAVE_SECONDS` to leave."""
         self.storage.stop = self.stop
         self.workers = self._workers(folder)
         started = []

@@ -44,8 +44,7 @@ from hpo.study.claims.snapshot import Runnable
 from hpo.study.reading.detailed_evaluations import store_row_statistics
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.open_study import OpenStudy
-from hpo.study.running.pace import Pace
-from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary, Stop
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Pace, RunSummary, Stop
 from hpo.study.running.supervisor import WorkerProcesses, run_workers
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
@@ -266,10 +265,7 @@ class TrialRunner:
         self._token = storage.study_token(executor.study.name)
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
-        """Run a claimed trial to its outcome.
-
-        Raises an error if it concerns more than this trial: a lost lease, device or database, wrong input.
-        """
+        """Run a claimed trial to its outcome. Raises an error that concerns more than this trial."""
         executor, storage, device = self._executor, self._storage, self._executor.device.device_id
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()

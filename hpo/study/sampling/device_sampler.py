@@ -1,15 +1,13 @@
 """A worker's sampler: its view of the study, and its choices on its device.
 
-A study's choices of `fp_precision` never change: Optuna refuses that, and the workers of one study may have
-different devices. So a worker draws from the precisions of its device, while Optuna stores the distribution
-with all choices. A sampler does not see trials without information about its device:
+The workers of one study may have different devices, but a study's choices of `fp_precision` never change. So
+a worker draws from the precisions of its device, while Optuna stores the distribution with all choices. A
+sampler does not see `invalid` trials, nor trials without information about its device:
 
 - out-of-memory trials under a lower limit than this worker's;
 - `unsupported` trials in a precision of this device;
 - `incompatible` trials from another kind of device, or with other versions;
 - for samplers with a model of the choices (TPE and GP), trials in a precision outside this device.
-
-It does not see `invalid` trials either: they say nothing about other configurations.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from hpo.precision.table import named_choices
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView, all_trials
 
-MORE_MEMORY = 1.05
-"""Factor of memory for trying a configuration again: cards of one model differ a little."""
+MORE_MEMORY = 1.05  # factor of memory for trying a configuration again: cards of one model differ a little
 
 
 @dataclass(frozen=True)
@@ -112,10 +109,7 @@ class NewlyEnded:
 
 
 class DeviceSampler(WrapperSampler):
-    """Draws only from the space `drawn`, and hides trials without information about this device.
-
-    With `models_choices`, it also hides trials in precisions outside `drawn`.
-    """
+    """Draws only from the space `drawn`, and hides trials without information about this device."""
 
     def __init__(
         self,

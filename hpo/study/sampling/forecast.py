@@ -1,7 +1,5 @@
 """The planner: the rest of a study, its time, and the number of trials within a budget.
 
-The workers, `hpo plan`, `hpo status` and the end of `hpo run` call these functions, so they agree.
-
 A run of a trial begins at its start or at a rung. Its setup and evaluation cost a fixed time; its training
 grows with the share of the trial's budget. The two are measured apart: a start that trains 4 % of a budget
 may spend most of its time on the setup, and 25 such starts take much longer than a whole trial.
@@ -147,10 +145,7 @@ def forecast(
 def seconds_ahead(
     promotion: Promotion | None, cost: Cost, attributes: Mapping[str, Any], seconds: float
 ) -> float:
-    """Return the device-seconds of a trial's present run until now, at most its expected total.
-
-    `seconds` are those of all its runs so far.
-    """
+    """Return the device-seconds of a trial's present run until now, at most its expected total."""
     begin = attributes.get(PAUSED_ATTR, 0.0)
     of_run = seconds - cost.of_trial(len(attributes.get(RUNGS_ATTR, {})), begin)
     return min(max(0.0, of_run), cost.of_trial(1, _next_rung(promotion, begin) - begin))

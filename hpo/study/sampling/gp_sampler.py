@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import FEASIBLE, violation
 from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler
-from hpo.study.sampling.infeasible import is_infeasible
+from hpo.study.sampling.feasible_sampler import is_infeasible
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView
 

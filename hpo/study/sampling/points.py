@@ -15,8 +15,7 @@ from typing import Any
 
 from hpo.config.search_space import SearchSpace, grid
 
-Point = dict[str, Any]
-"""Parameters of a trial, in Optuna's form."""
+Point = dict[str, Any]  # parameters of a trial, in Optuna's form
 
 
 def grid_points(space: SearchSpace, seed: int) -> list[Point]:
@@ -34,10 +33,7 @@ def point_key(point: Point) -> str:
 
 
 def unused_points(points: Sequence[Point], num_trials: Mapping[str, int]) -> list[Point]:
-    """Return the points with the fewest trials, in their order.
-
-    `num_trials`: number of trials with each `point_key`.
-    """
+    """Return the points with the fewest trials, in their order."""
     counts = [num_trials.get(point_key(point), 0) for point in points]
     fewest = min(counts, default=0)
     return [point for point, count in zip(points, counts, strict=True) if count == fewest]

@@ -34,10 +34,8 @@ from hpo.errors import StorageError
 from hpo.json_safe import is_number
 from hpo.study.sampling.fronts import order
 
-PAUSED_ATTR = "paused_at"
-"""User attribute of a trial: the rung of its last pause."""
-RESUMED_ATTR = "resumed_at"
-"""User attribute of a promoted trial: the rung of its last continuation."""
+PAUSED_ATTR = "paused_at"  # user attribute of a trial: the rung of its last pause
+RESUMED_ATTR = "resumed_at"  # user attribute of a promoted trial: the rung of its last continuation
 RUNGS_ATTR = "rungs"
 """User attribute of a trial: {rung: {"values": its objectives there, "constraints": its violation of each
 limit of the study there}}."""
@@ -46,10 +44,8 @@ RUN_ATTRS = (
     *(PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR),
 )
 """User attributes of a running or ended trial. An enqueued trial has none of them."""
-WHOLE_ATTR = "whole"
-"""User attribute of an enqueued trial: true if it neither pauses nor is pruned."""
-MOST_PAUSED = 12
-"""Largest number of waiting trials at a rung."""
+WHOLE_ATTR = "whole"  # user attribute of an enqueued trial: true if it neither pauses nor is pruned
+MOST_PAUSED = 12  # largest number of waiting trials at a rung
 
 
 def is_at_rung(attributes: Mapping[str, Any]) -> bool:
@@ -106,9 +102,8 @@ class Promotion:
     """Trials of the study. A rung is not used if all of them would be promoted."""
 
     def pauses_at(self, budget_used: float, resumed_at: float) -> float | None:
-        """Return the rung for a pause at an evaluation; None: the trial continues.
-
-        `resumed_at`: rung of its last continuation; 0: it has not paused yet.
+        """Return the rung for a pause, later than the one of the last continuation; None: the trial
+        continues.
         """
         reached = (rung for rung in self.used if resumed_at < rung <= budget_used < 1)
         return max(reached, default=None)
@@ -146,8 +141,7 @@ class Standing(NamedTuple):
 @dataclass
 class Rung:
     num_paused: int = 0  # number of pauses here so far
-    promoted: list[Standing] = field(default_factory=list)
-    """Continued trials, except for broken ones; sorted."""
+    promoted: list[Standing] = field(default_factory=list)  # continued trials, except for broken ones; sorted
     num_running: int = 0  # number of promoted trials on their way to the next rung
     waiting: list[Standing] = field(default_factory=list)  # paused trials for the live workers
 
@@ -174,10 +168,7 @@ class Rung:
 
 
 class Standings:
-    """The rungs of a study, as one worker sees them. An ended trial is added once and for all.
-
-    `continues_last` tells if a paused trial continues after all others.
-    """
+    """The rungs of a study, as one worker sees them. An ended trial is added once and for all."""
 
     def __init__(
         self, promotion: Promotion, continues_last: Callable[[FrozenTrial], bool] = lambda _: False

@@ -1,12 +1,9 @@
 """Copy of a whole study from one database to another, where it continues like the original.
 
-`optuna.copy_study` commits trial by trial, so a killed copy leaves half a study, and it ignores our tables.
-Here the rows of Optuna's tables and ours are read in one snapshot and written in one transaction. The study
-keeps its token, so its trials find their checkpoints.
-
-Dead workers lose their claims. Optuna's heartbeats, compatibility checks and NSGA-II's lists of parents are
-not copied: the ids in those lists are valid in the source only. The sampler selects parents again, among the
-trials of the copy, so they may differ from the parents in the source.
+The rows of Optuna's tables and ours are read in one snapshot and written in one transaction. The study keeps
+its token, so its trials find their checkpoints. Dead workers lose their claims. Optuna's heartbeats,
+compatibility checks and NSGA-II's lists of parents are not copied: the ids in those lists are valid in the
+source only, so the sampler selects parents again.
 """
 
 from __future__ import annotations

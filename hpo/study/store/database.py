@@ -28,8 +28,7 @@ URL_FROM_FILE = "@"
 
 _DRIVERS = {"sqlite": ("", "pysqlite"), "postgresql": ("", "psycopg", "psycopg2")}
 """Accepted drivers. A URL for another program may name psycopg2; hpo connects with psycopg."""
-_MIN_MASKED = 8
-"""Shorter passwords may equal an ordinary word of a message, so they are not masked there."""
+_MIN_MASKED = 8  # shorter passwords may equal an ordinary word of a message, so they are not masked there
 _EXAMPLES = (
     "`sqlite:///runs/hpo.db` (four slashes before an absolute path) or "
     "`postgresql://user:password@host:5432/database`"

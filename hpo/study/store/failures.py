@@ -13,8 +13,7 @@ from hpo.errors import HpoError, RunError, StorageError, shorten
 from hpo.redaction import redact
 from hpo.study.store.database import without_password
 
-DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError)
-"""The exceptions of a call to the database."""
+DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError)  # the exceptions of a call to the database
 _LOST_BEFORE = "8s2b"  # SQLAlchemy's code: the connection was lost before this statement of a transaction
 _READ_ONLY = "25006"  # PostgreSQL's code: the server is not the primary, or not any more
 

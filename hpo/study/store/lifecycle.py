@@ -1,9 +1,8 @@
 """States of a study: open, paused, cancelled, deleted.
 
 Workers read the state with each heartbeat and each claim. In a study that is not open they checkpoint their
-trials, release them as `preempted` and leave; nobody claims a trial. A paused study continues when it is open
-again. The unfinished trials of a cancelled study end, by the last worker to leave or by the command. If it is
-opened again, other trials begin instead.
+trials, release them as `preempted` and leave. A paused study continues when it is open again. The unfinished
+trials of a cancelled study end, by the last worker to leave or by the command.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 - Its tables: a trial is made in the transaction that inserts its claim, and whole studies are read, copied
   and deleted.
-- The ids of its objects, and its sorting by fronts.
-- A storage that hides foreign trials, and a study that shows other trials to its samplers.
+- The ids of its objects, its sorting by fronts, and a study that shows other trials to its samplers.
+- A storage that hides foreign trials.
 
 `tests/study/store/test_optuna_internals.py` lists the checked versions of Optuna.
 """
@@ -54,12 +54,10 @@ intermediate_values = _named["trial_intermediate_values"]
 
 REVISION = "v3.2.0.a"
 """Version of these tables. For any other version, Optuna checks its tables at opening."""
-ENDED_OUTSIDE = "somebody ended it outside of hpo."
-"""Reason of a trial of hpo after another program ended it."""
+ENDED_OUTSIDE = "somebody ended it outside of hpo."  # reason of a trial of hpo after another program ended it
 _FEW = 1000  # values that a statement of any database can hold
 
-non_domination_ranks = _fast_non_domination_rank
-"""Front of each row of losses [N, K], 0 for the first front."""
+non_domination_ranks = _fast_non_domination_rank  # front of each row of losses [N, K], 0 for the first front
 
 
 # Objects

@@ -2,11 +2,17 @@
 
 Optuna keeps the trials. Our tables (`schema`) keep the definition, the claims and workers, every evaluation
 and the compatibility checks. Each call costs a commit, so one JSON attribute holds a trial's telemetry.
+
+No two clocks are compared: a worker is silent while its row does not change, by the monotonic clock of the
+watching process. Time without access to the database does not count. After an outage all workers were silent,
+and the first worker to return must not take over the trials of all others.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import sqlite3
 import threading
@@ -27,19 +33,63 @@ from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, di
 from hpo.json_safe import json_safe
 from hpo.redaction import redact
 from hpo.study.store import optuna_internals
-from hpo.study.store.availability import Availability
 from hpo.study.store.failures import DATABASE_ERRORS, explain, is_locked, is_outage, is_wrong_input
 from hpo.study.store.opening import exclusive, open_database, optuna_storage
 from hpo.study.store.optuna_internals import OwnTrials
 from hpo.study.store.process import is_running, this_machine
 from hpo.study.store.schema import claims, compat, studies, workers
 
+_logger = logging.getLogger(__name__)
+
+
+class Availability:
+    def __init__(self) -> None:
+        self._last_answer = -math.inf
+        self._away_since: float | None = None
+        self._watched: dict[str, tuple[object, float]] = {}
+
+    @property
+    def is_away(self) -> bool:
+        """True if the last call got no answer."""
+        return self._away_since is not None
+
+    def note_answer(self, longest_gap: float) -> None:
+        """Note an answer of the database. After more than `longest_gap` seconds, silence is unknown."""
+        self._forget_after_gap(longest_gap)
+        self._last_answer = time.monotonic()
+        if self._away_since is not None:
+            _logger.warning("The database is back after %.0f s.", self._last_answer - self._away_since)
+            self._away_since = None
+
+    def note_outage(self, explanation: str) -> None:
+        self._watched.clear()
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            _logger.warning("The database is away; waiting for it. (%s)", explanation)
+
+    def silent_seconds(self, worker: str, heartbeat: object, longest_gap: float) -> float:
+        """Return how long this process has seen the same heartbeat of a worker without a break.
+
+        A break is an outage, or a `longest_gap` without a call of this process.
+        """
+        self._forget_after_gap(longest_gap)
+        now = time.monotonic()
+        last, since = self._watched.get(worker, (None, now))
+        if last != heartbeat:
+            since = now
+        self._watched[worker] = (heartbeat, since)
+        return now - since
+
+    def _forget_after_gap(self, longest_gap: float) -> None:
+        if time.monotonic() - self._last_answer > longest_gap:
+            self._watched.clear()
+
+
 T = TypeVar("T")
 
 TOKEN_ATTR = "hpo:token"
 """System attribute of a study: distinguishes it from a deleted study of the same name."""
-COMPARISON_ATTR = "comparison:"
-"""Prefix of a study's user attributes with results of `hpo compare`."""
+COMPARISON_ATTR = "comparison:"  # prefix of a study's user attributes with results of `hpo compare`
 
 
 def _in_optuna() -> sa.ColumnElement[bool]:
@@ -230,10 +280,7 @@ class Storage:
     def heard_workers(
         self, connection: sa.Connection, *where: sa.ColumnElement[bool]
     ) -> dict[str, sa.Row[Any]]:
-        """Return the rows of seemingly live workers, by id, for people to read.
-
-        It compares heartbeats with the database's clock. No decision uses it, because that clock can be set.
-        """
+        """Return the rows of workers with a fresh heartbeat by the database's clock, for people to read."""
         age = sa.func.abs(self.now - workers.c.last_seen) < self.lease_seconds
         query = sa.select(workers, age.label("is_fresh")).where(workers.c.state == "live", *where)
         rows = connection.execute(query).all()
@@ -241,10 +288,7 @@ class Storage:
         return {row.id: row for row in rows if running[row.id] or (running[row.id] is None and row.is_fresh)}
 
     def watch_workers(self, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
-        """Watch workers until one proves to be alive or all are dead; return the live ones.
-
-        A worker elsewhere takes until its next heartbeat or its lease's end. Raises StoppedError at `stop`.
-        """
+        """Watch workers until one proves to be alive or all are dead; return the live ones."""
         first: dict[str, float] = {}
         while live := self.read(lambda connection: self.live_workers(connection, *where)):
             for row in live.values():

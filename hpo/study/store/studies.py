@@ -33,8 +33,7 @@ from hpo.study.store.optuna_internals import (
 from hpo.study.store.schema import claims, delete_rows, evaluations, studies
 from hpo.study.store.storage import TOKEN_ATTR, Storage
 
-SOURCE_ATTR = "source"
-"""User attribute of a first trial: the source of its configuration."""
+SOURCE_ATTR = "source"  # user attribute of a first trial: the source of its configuration
 BUDGET_SPENT = "the budget of the study was not enough for more."
 """Reason of a trial ended by the study's budget. It continues if the budget is raised."""
 

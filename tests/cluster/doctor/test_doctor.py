@@ -118,7 +118,9 @@ def test_checkpoints_of_damaged_study_stay(
         kept = trial_folder(run_trial(worker))
     with storage.engine.begin() as connection:
         connection.execute(sa.update(studies).values(definition="{"))
-    assert found(storage, host, fix=True) == []
+    [finding] = found(storage, host, fix=True)
+    assert finding.problem == "Study tiny: its definition is damaged."
+    assert not finding.mended
     assert kept.exists()
 
 

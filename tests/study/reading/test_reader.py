@@ -14,8 +14,8 @@ from hpo.errors import StorageError
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import _warn_once, store_detailed_evaluation
 from hpo.study.reading.overview import StudyOverview, list_studies
-from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import StoredJson, with_evaluation
+from hpo.study.reading.reader import json_object, read_study
+from hpo.study.reading.study_record import with_evaluation
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import detailed_evaluations
 from hpo.study.store.storage import Storage, open_storage
@@ -90,7 +90,7 @@ def test_the_number_of_queries_is_constant(storage: Storage, read: Callable[[Sto
 @pytest.mark.parametrize("text", ["{", "[1]", "3"])
 def test_damaged_json_is_one_clear_error(text: str) -> None:
     with pytest.raises(StorageError, match="must have a JSON object"):
-        StoredJson(text).get("precision")
+        json_object(text)
 
 
 DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\0 ☃", 1.0, 2.0)])})

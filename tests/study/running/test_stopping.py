@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from hpo.errors import InputError
-from hpo.study.running import pace as pace_module
-from hpo.study.running.pace import Pace
-from hpo.study.running.stopping import STOP_SIGNALS, Stop, end_of_job, parse_time, stop_on_signals
+from hpo.study.running import stopping as pace_module
+from hpo.study.running.stopping import STOP_SIGNALS, Pace, Stop, end_of_job, parse_time, stop_on_signals
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -13,7 +13,7 @@ from support.worker_process import SPACE, study
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS, Failures
+from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, Failures
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")

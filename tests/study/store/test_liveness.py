@@ -14,11 +14,10 @@ import pytest
 import sqlalchemy as sa
 from support.worker_process import wait_for
 
-from hpo.study.store import availability
-from hpo.study.store.availability import Availability
+from hpo.study.store import storage as availability
 from hpo.study.store.process import is_running, process_start, this_machine
 from hpo.study.store.schema import workers
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Availability, Storage, open_storage
 
 
 def row_of(pid: int, start: str | None, **changes: Any) -> Any:
