@@ -63,21 +63,13 @@ PLACEHOLDERS = {"SPLIT": "test", "N": "3"}
 
 TYPED = (
     # The study that comes first, as `multitask` here.
-    *(
-        "hpo init STUDY",
-        "hpo check STUDY",
-        "hpo plan STUDY",
-        "hpo train STUDY",
-        "hpo worker STUDY",
-        "hpo run STUDY",
-    ),
-    *("make hpo STUDY=multitask", "make hpo", "make report STUDY=multitask", "hpo report STUDY"),
-    *("hpo status STUDY", "hpo best STUDY", "hpo best multitask", "hpo best STUDY --evaluate test"),
-    "hpo best STUDY --export model",
+    *("hpo init STUDY", "hpo check STUDY", "hpo plan STUDY", "hpo train STUDY", "hpo worker STUDY"),
+    *("hpo run STUDY", "make hpo STUDY=multitask", "make hpo", "make report STUDY=multitask"),
+    *("hpo report STUDY", "hpo status STUDY", "hpo best STUDY", "hpo best multitask"),
+    *("hpo best STUDY --evaluate test", "hpo best STUDY --export model"),
     # One's own data, and what is done with studies.
-    *("hpo check own_data", "make hpo STUDY=own_data", "hpo studies", "hpo doctor STUDY"),
-    *("hpo doctor", "hpo pause STUDY", "hpo resume STUDY", "hpo cancel STUDY"),
-    "make hpo STUDY=precision",
+    *("hpo check own_data", "make hpo STUDY=own_data", "hpo studies", "hpo doctor STUDY", "hpo doctor"),
+    *("hpo pause STUDY", "hpo resume STUDY", "hpo cancel STUDY", "make hpo STUDY=precision"),
 )
 """What `test_a_reader_types` executes. Tests of the commands execute the others, with what they need."""
 

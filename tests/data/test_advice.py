@@ -18,13 +18,8 @@ ROWS = dict.fromkeys(SPLITS, 100)
 
 def task(labels: Mapping[str, int], kind: str = "single_label", **facts: Any) -> TaskFacts:
     """Return the facts of a task with these numbers of rows of each class in both splits."""
-    given = {
-        "num_rows": ROWS,
-        "num_annotated": ROWS,
-        "counts": {one: dict(labels) for one in SPLITS},
-        **facts,
-    }
-    return TaskFacts("tone", kind, tuple(labels), **given)
+    given = {"num_rows": ROWS, "num_annotated": ROWS, "counts": {one: dict(labels) for one in SPLITS}}
+    return TaskFacts("tone", kind, tuple(labels), **(given | facts))
 
 
 def advice(

@@ -73,12 +73,8 @@ def fake_record() -> StudyRecord:
         free_at[worker] += (trial.seconds or 30.0) + 2.0
         trials.append(trial)
     observed = {**trials[9].telemetry["precision"]["observed"], "linear_products": {"float32": 38}}
-    disagreement = {
-        "agrees": False,
-        "reason": "38 weights were not multiplied in bfloat16",
-        "observed": observed,
-    }
-    trials[9].telemetry["precision"] |= disagreement
+    reason = "38 weights were not multiplied in bfloat16"
+    trials[9].telemetry["precision"] |= {"agrees": False, "reason": reason, "observed": observed}
     trials[10].telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
     trials[12].telemetry["device"]["shared"] = True
     return record_of(trials, counts={"open": 1, "running": 1, "done": 38})
