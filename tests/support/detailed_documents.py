@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def interval(value: float | None, half: float = 0.03) -> dict[str, float | None]:
-    return {
-        "value": value,
-        "low": None if value is None else value - half,
-        "high": None if value is None else value + half,
-    }
+def interval(value: float | None) -> dict[str, float | None]:
+    low, high = (None, None) if value is None else (value - 0.03, value + 0.03)
+    return {"value": value, "low": low, "high": high}
 
 
 def class_row(name: str, hits: int, support: int, num_predicted: int) -> dict[str, Any]:
