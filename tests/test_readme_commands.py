@@ -146,28 +146,6 @@ def recipe(folder: Path, *words: str) -> list[list[str]]:
     return [shlex.split(line) for line in lines if not line.startswith("make: ")]
 
 
-def installs(folder: Path, *words: str) -> list[str]:
-    """What `make` would have pip install."""
-    return [words[-1] for words in recipe(folder, *words) if "pip" in words]
-
-
-def test_a_second_install_installs_nothing(project: Path) -> None:
-    for target in ("install", "hpo", "test", "lint", "report", "bench"):
-        assert not installs(project, target)
-    assert not installs(project, "install", "EXTRAS=onnx fp8")
-    pins = project / "docker" / "constraints.txt"
-    before = pins.stat()
-    try:
-        made = (project / ".venv" / ".installed").stat().st_mtime
-        os.utime(pins, (made + 10, made + 10))
-        assert [what for what in installs(project, "hpo") if what.startswith(".")] == ["."]
-        assert installs(project, "test")[3:] == [".[dev]"], "what a user does not need"
-        assert installs(project, "bench")[3:] == [".[dev]", ".[bench]"]
-        assert installs(project, "install", "EXTRAS=onnx")[3:] == [".[onnx]"]
-    finally:
-        os.utime(pins, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
 # hpo
 
 
