@@ -21,7 +21,7 @@ from support.postgres import PostgresServer
 from support.slurm import SlurmCluster, why_not
 
 from hpo import code as own_code
-from hpo.cluster.postgres.programs import find_programs
+from hpo.cluster.postgres.postgres_server import find_programs
 from hpo.errors import InputError, ModelError
 from hpo.models.hub import MINILM_HUB_ID
 from hpo.study.running.stopping import STOP_SIGNALS

@@ -22,10 +22,10 @@ from hpo.config.trial_settings import setting_of
 from hpo.data.dataset import load_data
 from hpo.errors import InputError
 from hpo.models.multitask import HeadSettings, MultitaskModel
-from hpo.training.optim import build_optimizer
-from hpo.training.schedule import own_schedule
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.training.optim import build_optimizer, own_schedule
+from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import StoredTrial
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -95,7 +95,7 @@ def test_pooling_and_loss_with_options(tmp_path: Path) -> None:
     assert below["low"] > below["high"] + 0.3, "a quantile of 0.1 lies below most, one of 0.9 above"
     assert predicted["cubed"] != pytest.approx(predicted["high"], abs=1e-2)
 
-    folder = export_checkpoint(executor, tmp_path / "cubed", tmp_path / "model", TrialSource(0, params))
+    folder = export_checkpoint(executor, tmp_path / "cubed", tmp_path / "model", StoredTrial(0, params))
     use_code({}, "none")
     with pytest.raises(KeyError):
         MultitaskModel(TinyEncoder(), (), HeadSettings(pooling="power"))

@@ -26,16 +26,16 @@ from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import InputError
 from hpo.evaluation.intervals import metric_intervals
 from hpo.models.own_encoder import OwnEncoder, load_own_encoder
-from hpo.study.reading.row_statistics import _of_task, _packed
+from hpo.study.reading.detailed_evaluations import _of_task, _packed
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.training.metrics import row_statistics
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
 from hpo.trial.parts import build_trial
-from hpo.trial.telemetry import Callbacks
+from hpo.trial.telemetry import Callbacks, StoredTrial
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -241,7 +241,7 @@ def test_metric_must_be_defined_at_one_evaluation(
     ("body", "message"),
     [
         ("return float('nan')", "tone/rank must have a value where .* Use another metric"),
-        ("return 1 / 0", "own_kind.py:.*: ZeroDivisionError"),
+        ("return 1.0 if truths == predictions else 1 / 0", "own_kind.py:.*: ZeroDivisionError"),
     ],
 )
 @pytest.mark.parametrize("objective", ["tone/rank", "score"])
@@ -329,7 +329,7 @@ def test_export_predicts_with_its_code_and_keeps_tied_weights(tmp_path: Path) ->
     metrics = result.telemetry["metrics"]
     assert result.values == (metrics["times"]["cost"],)
     assert result.constraints["tone/kappa"] == pytest.approx((0.5 - metrics["tone"]["kappa"]) / 0.5)
-    folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", TrialSource(0, params))
+    folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", StoredTrial(0, params))
     use_code({}, "none")
     model = hpo.load(folder, device="cpu", code=tmp_path / "own_kind.py")
     network: Any = model.network

@@ -166,6 +166,8 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
         f"Study {config.name} ({state}): {counts}, in {shown_url(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
+    if state == "finished" and config.comparison is None:
+        typer.echo("To add trials, raise " + ("--hours." if config.budget else "--n-trials."))
     if opened.left_out:
         reasons = " ".join(dict.fromkeys(opened.left_out.values()))
         typer.echo(

@@ -266,7 +266,7 @@ class Study(ManagedStudy):
         if merge and folder is None:
             raise InputError("--merge is an option of --export: give --export DIR, too.")
         if split is None and folder is None:
-            return self.outline, {}
+            return self.record, {}
         with progress_shown(quiet=self.quiet), self.opened() as (database, record):
             return models.use_best(database, record, self.config_of, split, folder, merge)
 

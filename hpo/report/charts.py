@@ -45,8 +45,6 @@ MAX_CURVES = 24
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart of the report."""
-
     key: str
     title: str
     figure: go.Figure
@@ -59,10 +57,7 @@ class Chart:
 
 
 def all_charts(tables: StudyTables) -> list[Chart]:
-    """Return the charts of the report in its order.
-
-    Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
-    """
+    """Return the charts of the report in its order. Those of one metric come once per objective."""
     metrics = tables.record.metric_names
     charts = forests(tables.record.comparisons)
     if not tables.complete.empty:
@@ -88,7 +83,6 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
 
 
 def precision_metric(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
-    """Plot an objective by precision."""
     metric = tables.record.metric_names[index]
     rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
@@ -311,7 +305,6 @@ def _objective(rows: pd.DataFrame, metric: str) -> pd.Series:
 
 
 def _scaled(values: pd.Series, metric: str) -> pd.Series:
-    """The values in the unit of the metric's axis."""
     return values.astype(float) / (2**30 if metric.endswith("_bytes") else 1)
 
 

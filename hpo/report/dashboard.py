@@ -44,9 +44,8 @@ MAX_HOVER_POINTS = 500
 
 
 def publish(study: optuna.Study, record: StudyRecord) -> None:
-    """Put the metric names, our note and our charts into the study, in place of earlier ones.
-
-    A user's text in the study's note stays, below ours.
+    """Put the metric names, our note and our charts into the study. A user's text in the note stays below
+    ours.
     """
     tables = StudyTables(record)
     with warnings.catch_warnings():
@@ -64,7 +63,6 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
 
 
 def study_note(tables: StudyTables) -> str:
-    """Return the verdicts, the best trials, the table by precision and the caveats, in Markdown."""
     record = tables.record
     goals = objectives_text(record.metric_names, record.directions)
     lines = [f"# {_escape(record.name)}", f"Objective: {_escape(goals)}."]
@@ -92,7 +90,6 @@ def study_note(tables: StudyTables) -> str:
 
 
 def _markdown(parts: Iterable[Part]) -> Iterator[str]:
-    """The paragraphs of a screen as list items, and its tables."""
     for part in parts:
         if isinstance(part, tuple):
             yield _markdown_table(part[1])
@@ -126,11 +123,9 @@ class _Handler(WSGIRequestHandler):
 
 
 def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIServer:
-    """Return a listening server on the IPv4 address `host`, before it serves. Port 0: any free one.
+    """Return a listening server on the IPv4 address `host`. Port 0: any free one.
 
-    Raises:
-        StorageError: the database cannot be used.
-        InputError: the address cannot be bound.
+    Raises StorageError if the database cannot be used, InputError if the address cannot be bound.
     """
     try:
         ipaddress.IPv4Address(host)
@@ -165,11 +160,8 @@ def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIS
 
 @dataclass(frozen=True)
 class Dashboard:
-    """A listening dashboard."""
-
     url: str
-    warning: str
-    """Empty: it listens on loopback alone."""
+    warning: str  # empty: it listens on loopback alone
     serve_forever: Callable[[], None]
 
 

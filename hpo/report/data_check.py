@@ -9,8 +9,15 @@ from typing import Any
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
-from hpo.data.advice import data_advice, study_lengths
-from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, data_facts, length_facts
+from hpo.data.checks import (
+    DataFacts,
+    LengthFacts,
+    TaskFacts,
+    data_advice,
+    data_facts,
+    length_facts,
+    study_lengths,
+)
 from hpo.data.dataset import load_data
 from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number, format_percent
@@ -25,11 +32,8 @@ MAX_CLASSES = 12
 
 @dataclass(frozen=True)
 class DataCheck:
-    """Result of `check_data`."""
-
     study: str
-    encoder: str
-    """Encoder of the tokenizer; the first of the searched ones."""
+    encoder: str  # encoder of the tokenizer; the first of the searched ones
     long_text: str
     facts: DataFacts
     lengths: LengthFacts
@@ -101,7 +105,6 @@ class DataCheck:
         ]
 
     def _lengths(self) -> Rows:
-        """A row for each `max_length`: texts over it, windows, and lost spans by task."""
         lengths, rows = self.lengths, []
         num_texts = sum(split.num_rows for split in self.facts.splits.values())
         for cut in lengths.cuts:

@@ -17,7 +17,6 @@ Stored = Mapping[str, Any]
 
 
 def deployment_parts(stored: Stored) -> Iterator[Part]:
-    """Show the result of `hpo deploy` and its use."""
     rows = plural(stored["num_examples"], "row")
     yield f"{stored['study']}: {stored['objective']} on {rows} of validation", _quality(stored)
     text = f"Drop: {stored['unit']} lost against fp32. As good: its interval is below {stored['max_drop']:g}."
@@ -39,7 +38,6 @@ def deployment_parts(stored: Stored) -> Iterator[Part]:
 
 
 def _quality(stored: Stored) -> Rows:
-    """A row for each form: the objective on validation, the drop from fp32, and the verdict."""
     rows = []
     for index, form in enumerate(stored["artifacts"]):
         judged, baseline = form["judged"], form["judged"]["baseline"]
@@ -59,7 +57,6 @@ def _quality(stored: Stored) -> Rows:
 
 
 def _speed(stored: Stored) -> Rows:
-    """A row for each form: median and 99th percentile in ms, the speed-up, and its size."""
     rows = []
     for form in stored["artifacts"]:
         cells = {"form": _name(form)}
@@ -73,7 +70,6 @@ def _speed(stored: Stored) -> Rows:
 
 
 def verdict(stored: Stored) -> str:
-    """Return the form to use and its verdict on test."""
     form, size = stored["artifacts"][stored["chosen"]], stored["batch_size"]
     timing = form["timings"][str(size)]
     text = f"{format_number(timing['p50_ms'])} ms for {plural(size, 'text')} (median)"

@@ -24,12 +24,10 @@ BASELINE = "best constant"
 
 
 def objectives_text(metrics: Sequence[str], directions: Sequence[str]) -> str:
-    """`maximize score, minimize peak_memory_bytes`."""
     return ", ".join(map(" ".join, zip(directions, metrics, strict=True)))
 
 
 def score_message(record: StudyRecord) -> str:
-    """Explain `score` if it is an objective and not a metric of the study's own loop."""
     with own_loop_of(record.definition):
         return f"`score` is {SCORE}." if "score" in record.metric_names and not has_own_loop() else ""
 
@@ -48,7 +46,6 @@ def with_baseline(value: str, baseline: Any) -> str:
 
 
 def rank_name(trial: TrialRecord) -> str:
-    """`best`, or `nearest` if no trial meets the limits of the study."""
     return "nearest" if violation(trial.constraints) else "best"
 
 

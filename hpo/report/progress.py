@@ -65,7 +65,6 @@ class StudyDisplay:
         return ", ".join(f"{one.metric} {format_metric(one.metric, value)}" for one, value in pairs)
 
     def _facts(self, trial: FrozenTrial, progress: Mapping[str, Any]) -> list[str]:
-        """The facts of a running trial; its progress is unknown before its worker's first heartbeat."""
         reported = [] if trial.last_step is None else [trial.intermediate_values[trial.last_step]]
         facts = [f"{progress['budget_used']:4.0%}"] if progress else []
         facts.append(self.values(reported))

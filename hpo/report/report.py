@@ -28,8 +28,7 @@ from hpo.errors import RunError
 from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.charts import Chart, all_charts
-from hpo.report.detailed import evaluations_of, objectives, task_metrics_table
-from hpo.report.detailed_page import HEADING, evaluation
+from hpo.report.detailed import HEADING, evaluation, evaluations_of, objectives, task_metrics_table
 from hpo.report.formats import (
     MISSING,
     format_bytes,
@@ -67,13 +66,9 @@ _FIRST = ("objectives", "history", "metric_throughput")
 
 
 def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = None) -> Path:
-    """Write the report into `out_dir`, over an earlier one, and return the path of the HTML file.
+    """Write the report into `out_dir`, over an earlier one; return the HTML file. Raises RunError.
 
-    Args:
-        study_file: the study in the command to train a trial again.
-
-    Raises:
-        RunError: a file cannot be written.
+    `study_file` is the study in the command to train a trial again.
     """
     tables = StudyTables(record)
     with collector_paused():
@@ -108,7 +103,6 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def report_html(tables: StudyTables, study_file: str | None = None) -> str:
-    """Return the page."""
     record = tables.record
     cards = [_cards(tables, trial) for trial in tables.best]
     plots = [(chart, _plot(chart)) for chart in all_charts(tables)]
@@ -147,7 +141,6 @@ def report_html(tables: StudyTables, study_file: str | None = None) -> str:
 
 
 def _rendered(**values: Any) -> str:
-    """Fill the template, with plotly.js inside."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -167,13 +160,11 @@ def _packed_plotly() -> Markup:
 
 @lru_cache(maxsize=2**16)
 def _inline(text: str) -> Markup:
-    """Escape a text and turn `code` between backticks into HTML."""
     escaped = escape(text)
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escaped))) if "`" in text else escaped
 
 
 def _plot(chart: Chart) -> Markup:
-    """The element of a chart and its data."""
     figure = json.loads(chart.figure.to_json())
     config = {
         "responsive": True,
@@ -191,7 +182,6 @@ def _plot(chart: Chart) -> Markup:
 
 
 def _evaluate_command(tables: StudyTables, study_file: str | None) -> str | None:
-    """The command to evaluate the best trial in detail; None if the study keeps no checkpoint."""
     record = tables.record
     if not tables.best or (record.definition.get("checkpoint") or {}).get("top_k") == 0:
         return None

@@ -101,7 +101,6 @@ def watched(read: Callable[[], StudyRecord], seconds: float) -> Iterator[tuple[o
 
 
 def overview(studies: Sequence[StudyOverview]) -> Iterator[Part]:
-    """Show the studies of a database."""
     if not studies:
         yield "The database holds no study."
     yield (

@@ -69,12 +69,10 @@ def _rendered(part: Part) -> RenderableType:
 
 
 def warning(text: str) -> Text:
-    """Format a caveat about the figures."""
     return Text.assemble(("Warning: ", "bold yellow"), one_line(text))
 
 
 def one_line(text: str) -> str:
-    """Return the text in one line, without control characters."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 

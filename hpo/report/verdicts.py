@@ -41,7 +41,6 @@ def details(comparison: Comparison) -> list[str]:
 
 
 def comparison_parts(result: Comparison) -> Iterator[Part]:
-    """Show the result of `hpo compare`."""
     for table in comparison_tables(result):
         yield result["study"], table
     yield from details(result)
@@ -80,7 +79,6 @@ def verdict_table(comparison: Comparison) -> Rows:
 
 
 def configuration_table(comparison: Comparison) -> Rows:
-    """A row for each configuration with its trial and the settings that differ; of one, all settings."""
     rows = comparison.get("configurations", ())
     names = list(dict.fromkeys(name for row in rows for name in row["params"]))
     if len(rows) > 1:
@@ -97,7 +95,6 @@ def configuration_table(comparison: Comparison) -> Rows:
 
 
 def _scores(comparison: Comparison, row: Comparison) -> dict[str, str]:
-    """The scores of one configuration in the search and on new seeds."""
     seen = " (seen before)" if comparison["test_seen"] else ""
     failed = f", {row['num_failed']} without a score" if row["num_failed"] else ""
     return {

@@ -271,7 +271,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _resume_key(path: Path) -> str | None:
-    """Return the key of a checkpoint; None if its weights cannot be read."""
     with contextlib.suppress(*_UNREADABLE), safe_open(path / WEIGHTS, framework="pt") as file:
         return (file.metadata() or {}).get(_KEY)
     return None
@@ -282,7 +281,6 @@ def _named(folder: Path, kind: str) -> list[Path]:
 
 
 def _copied(value: Any) -> Any:
-    """Return nested containers with copies of their tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

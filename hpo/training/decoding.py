@@ -77,7 +77,7 @@ def choose_decision(
     """Return the decision with the best metric of the task (default: its primary one) on this split.
 
     In place of a metric of the study's own code, the first of its kind decides. Only rows annotated for the
-    task count. Without rows, or for a kind without thresholds, it is `DecodingThresholds()`.
+    task count.
     """
     kind = kind_of(task)
     metric = metric or task.primary_metric

@@ -29,20 +29,15 @@ class Evaluation:
     step: int
     epoch: float
     budget_used: float
-    seconds: float
-    """Training seconds so far."""
-    metrics: dict[str, dict[str, float]]
-    """{task: {metric: value}}."""
+    seconds: float  # training seconds so far
+    metrics: dict[str, dict[str, float]]  # {task: {metric: value}}
     decisions: dict[str, DecodingThresholds]
     """Thresholds from logits to predictions, chosen on this split for use on other splits."""
     examples_per_second: float | None
     """Rate of forward passes, without decoding and scoring. None: not measured."""
-    train_loss: float
-    """Mean over the steps since the last evaluation."""
-    index: int
-    """1 for the first evaluation of a trial."""
-    rates: dict[str, float | None]
-    """Throughput of training so far."""
+    train_loss: float  # mean over the steps since the last evaluation
+    index: int  # 1 for the first evaluation of a trial
+    rates: dict[str, float | None]  # throughput of training so far
     source_metrics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """{source: {task: {metric: value}}} for the tasks that several sources of the data have."""
     values: tuple[float, ...] = ()
@@ -52,7 +47,6 @@ class Evaluation:
 
     @property
     def is_last(self) -> bool:
-        """True if the trial ends by itself with this evaluation."""
         return bool(self.ends_trial) or self.budget_used >= 1
 
     @classmethod
@@ -94,8 +88,8 @@ def predict_logits(
 ) -> dict[str, NDArray[np.float32]]:
     """Return fp32 logits by task in window order: [W, K] of sequence tasks, [T, K] of token tasks.
 
-    `batches` are windows from `evaluation_batches`; windows in no batch stay 0. The model has `tasks`. If
-    memory runs out, a batch is halved. `on_batch` runs before each.
+    `batches` are windows from `evaluation_batches`; windows in no batch stay 0. If memory runs out, a batch
+    is halved. `on_batch` runs before each.
     """
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     rows = {"sequence": split.num_windows, "token": split.num_tokens}

@@ -55,9 +55,9 @@ def loss_sum(
 ) -> Tensor:
     """Return the fp32 sum of the task's loss over the labelled items. Shapes: `hpo.tasks.kind`.
 
-    `class_weight` comes from `Kind.class_weights`, on the device of the logits. `attention_mask_BL` (nonzero
-    at real tokens) excludes padding from span_extraction's softmax over positions. The other kinds mark
-    padding in their targets. A batch without items has a loss of 0 and a gradient of 0.
+    `class_weight` comes from `Kind.class_weights`. `attention_mask_BL` (nonzero at real tokens) excludes
+    padding from span_extraction's softmax; the other kinds mark padding in their targets. A batch without
+    items has a loss of 0 and a gradient of 0.
     """
     kind = kind_of(task)
     extension = LOSSES.get(options.loss)

@@ -52,7 +52,6 @@ def encode(moment: Tensor, name: str, kind: str, seed: int) -> Encoded:
 
 
 def decode(encoded: Mapping[str, Tensor], name: str, kind: str, shape: torch.Size) -> Tensor:
-    """Return the moment in fp32."""
     codes = encoded["codes"]
     if kind == "bf16":
         return codes.to(torch.float32)
@@ -88,30 +87,9 @@ def _round_stochastically(moment: Tensor, seed: int) -> Tensor:
 
 
 def nearest(fractions: Tensor, *, signed: bool) -> Tensor:
-    """Return the index of the nearest table entry for each of `fractions`, from -1 to 1, in int32.
-
-    Equals `torch.bucketize` over the midpoints between entries. Its binary search makes an int8 step 2.5
-    times as long on a CPU. The first 16 bits of a number leave two entries at most, because the relative gaps
-    of the table are wider than 2^-7.
-    """
-    ends, first = _ends(signed, fractions.device)
-    code = first[(fractions.view(torch.int32) >> 16) + 2**15]
-    return code + (fractions > ends[code])
-
-
-@lru_cache(maxsize=16)
-def _ends(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the upper end of each entry's interval, and the first entry for given leading bits.
-
-    The second tensor is indexed by the first 16 bits of a number, in the order of an int16: the entry nearest
-    to the least number with these bits.
-    """
-    table = _table(signed, device)
-    between = (table[1:] + table[:-1]) / 2
-    begins = torch.arange(-(2**15), 2**15, device=device, dtype=torch.int32) << 16
-    least = torch.where(begins < 0, begins | 0xFFFF, begins).view(torch.float32).nan_to_num()
-    first = torch.bucketize(least, between, out_int32=True)
-    return torch.cat([between, between.new_tensor([torch.inf])]), first
+    """Return the index of the nearest table entry for each of `fractions`, from -1 to 1, in int32."""
+    table = _table(signed, fractions.device)
+    return torch.bucketize(fractions, (table[1:] + table[:-1]) / 2, out_int32=True)
 
 
 @lru_cache(maxsize=16)

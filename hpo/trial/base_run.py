@@ -35,18 +35,11 @@ from hpo.training.checkpoint import (
     best_checkpoint,
     bits_digest,
 )
-from hpo.training.clock import CompileClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import CompileClock, ThroughputMeter
 from hpo.trial.compat import Compatibility, checked_on
-from hpo.trial.objectives import (
-    final_values,
-    is_better,
-    objective_value,
-    patience_over,
-    undefined_metric,
-)
+from hpo.trial.objectives import final_values, is_better, objective_value, patience_over, undefined_metric
 from hpo.trial.telemetry import Callbacks, TrialRecorder
 
 CHECKPOINT_FORMAT = 12
@@ -57,7 +50,7 @@ UTILIZATION_EVERY = 20
 
 TOO_SHORT = (
     "the training was too short, after its warm-up and between evaluations, checkpoints and compilations. "
-    "Give it a larger budget."
+    "Give it a larger budget, evaluate less often, or use `compile: none`."
 )
 
 RATED_STEPS = 13

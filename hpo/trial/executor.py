@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,31 +26,33 @@ from hpo.config.limits import ENERGY, broken_limits, check_energy, violations
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
 from hpo.config.search_space import SearchSpace, decode, lowest
 from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import AUTO, MODEL_SETTINGS, OF_TASKS, OWN_LOOP_SETTINGS, TrialSettings
+from hpo.config.trial_settings import (
+    AUTO,
+    MODEL_SETTINGS,
+    OF_SOURCES,
+    OWN_LOOP_SETTINGS,
+    WITH_FREE_PART,
+    TrialSettings,
+)
 from hpo.data.dataset import DataSet
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
-from hpo.errors import (
-    BrokenEncoderError,
-    InputError,
-    ModelError,
-    RunError,
-    TrialEnd,
-    did_you_mean,
-)
-from hpo.extensions import CALLBACKS, TRIAL, TRIALS, is_own
+from hpo.errors import BrokenEncoderError, InputError, ModelError, RunError, TrialEnd, did_you_mean
+from hpo.extensions import CALLBACKS, TRIAL, TRIALS, is_own, metrics_of
 from hpo.lost_device import lost_device_raised, raise_if_lost
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
+from hpo.models.encoder import is_causal
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome, TrialResult
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import environment_overrides, refuse_overrides
 from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig, resolve, support
-from hpo.tasks.kind import Task
+from hpo.tasks.kind import Task, kind_of
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import drop_compiled
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank, world_size
 from hpo.training.losses import check_loss
+from hpo.training.metrics import score
 from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
@@ -64,6 +67,7 @@ from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
+CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it.%s"
 
 
 class Executor:
@@ -115,7 +119,7 @@ class Executor:
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
-        self._check_settings_of_tasks()
+        self._check_named_settings()
 
     @property
     def fingerprint(self) -> str:
@@ -134,18 +138,20 @@ class Executor:
     def amp(self) -> AmpConfig:
         return self.resolved.amp
 
-    def _check_settings_of_tasks(self) -> None:
-        """Raise InputError for a loss that fits no task, or for the weight or head of an unknown task."""
+    def _check_named_settings(self) -> None:
+        """Raise InputError for a loss that fits no task, or for a setting of an unknown task or source."""
         space = self.study.search_space
         searched = getattr(space.get("loss"), "choices", ())
         for loss in (self.study.training.loss, *searched):
             check_loss(self.tasks, loss)
-        names = [task.name for task in self.tasks]
-        for prefix, field in OF_TASKS.items():
+        for prefix, field in WITH_FREE_PART.items():
+            kind, names = "task", [task.name for task in self.tasks]
+            if prefix == OF_SOURCES:
+                kind, names = "source", [*self.dataset.sources.get("train", ())]
             searched_names = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
             for name in sorted(searched_names | getattr(self.study.training, field).keys()):
                 if name not in names:
-                    raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
+                    raise InputError(f"{prefix}{name}: there is no such {kind}.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Return the folder of a trial's checkpoints."""
@@ -189,11 +195,7 @@ class Executor:
                     drop_compiled(self.device)
 
     def _trial(
-        self,
-        params: Mapping[str, Any],
-        recorder: TrialRecorder,
-        callbacks: Callbacks,
-        counter: EnergyCounter,
+        self, params: Mapping[str, Any], recorder: TrialRecorder, callbacks: Callbacks, counter: EnergyCounter
     ) -> BaseRun:
         """Build a trial. Raises TrialEnd if it cannot run here."""
         parts = build_trial(self.resolved, params, self.loader, recorder.note)
@@ -267,6 +269,7 @@ class Executor:
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest_values.items() if name not in MODEL_SETTINGS}
         with lost_device_raised(self.device):
+            self._check_own_metrics()
             for named in _to_check(space):
                 try:
                     self._check_parts(lowest_values | named)
@@ -274,6 +277,14 @@ class Executor:
                     if not space.keys() & (set(MODEL_SETTINGS) - named.keys()):
                         raise
                     self._check_parts(others | named)
+
+    def _check_own_metrics(self) -> None:
+        """Call the metrics of the study's own code with equal predictions; they may be undefined there."""
+        for task in self.tasks:
+            if metrics_of(task.kind) and task.level == "sequence":
+                rows = [row for row in self.dataset.splits["validation"] if task.name in row.annotated]
+                with errors_of_code(), warnings.catch_warnings(action="ignore"):
+                    score(task, [kind_of(task).truth(rows[0])] * len(rows), rows)
 
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         with errors_of_code():
@@ -298,6 +309,7 @@ class Executor:
                     "of this study's data are not finite, in fp32 and before any training; first: "
                     f"{side.origin()['first_nonfinite'] or 'not known'}."
                 )
+            _warn_if_causal(parts.model)
             with errors_of_code():
                 parts.prepare()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
@@ -314,6 +326,15 @@ class Executor:
             for names in getattr(searched, "choices", ()):
                 if names != AUTO:
                     set_float32_parts(model, names)
+
+
+def _warn_if_causal(model: MultitaskModel) -> None:
+    by_token = [task for task in model.tasks if task.level == "token"]
+    if by_token and is_causal(model.encoder):
+        first = {marked for task in by_token if (marked := kind_of(task).at_first_token)}
+        more = f" The first token, where `{'`, `'.join(first)}` is marked, knows nothing of the text."
+        names = ", ".join(task.name for task in by_token)
+        _logger.warning(CAUSAL, type(model.encoder).__name__, names, more if first else "")
 
 
 def _to_check(space: SearchSpace) -> Iterator[dict[str, Any]]:

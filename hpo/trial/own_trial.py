@@ -31,10 +31,10 @@ from hpo.precision.effective import Agreement, Observation
 from hpo.precision.table import AmpConfig, Resolution
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
-from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation
 from hpo.training.optimizer_states import state_facts
+from hpo.training.throughput import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.objectives import task_and_name
 from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
@@ -331,7 +331,13 @@ class OwnTrial(BaseRun):
         self.mixed_precision.check()
         synchronize(self.parts.device)
         self.meter.stop()
-        self._count_report()
+        state = self.state
+        if self._step_ended is not None:
+            state.evaluation_seconds += self.clock.now() - self._step_ended
+            self._step_ended = None
+        state.step = max(state.step, self._reported_step + 1)
+        state.num_evaluations += 1
+        self._reported_step = state.step
         self._done = done
         paused = None
         try:
@@ -345,16 +351,6 @@ class OwnTrial(BaseRun):
             if paused:
                 raise paused
         self.clock.start()
-
-    def _count_report(self) -> None:
-        """Count an evaluation; each is at a later step than the one before."""
-        state = self.state
-        if self._step_ended is not None:
-            state.evaluation_seconds += self.clock.now() - self._step_ended
-            self._step_ended = None
-        state.step = max(state.step, self._reported_step + 1)
-        state.num_evaluations += 1
-        self._reported_step = state.step
 
     def _evaluation(self, metrics: Mapping[str, float], done: float) -> Evaluation:
         state, nested = self.state, dict[str, dict[str, float]]()

@@ -51,8 +51,7 @@ from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs
 from hpo.training.losses import MultitaskLoss, check_loss
-from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.training.schedule import own_schedule
+from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
 from hpo.training.training_data import TrainingData
 from hpo.trial.objectives import decision_metrics
 

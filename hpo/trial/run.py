@@ -25,11 +25,11 @@ from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
-from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compile_shapes, compiled_modules, run_both_modes
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
+from hpo.training.throughput import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.compat import CompatibilityCache, check_compatibility
 from hpo.trial.part_search import find_parts

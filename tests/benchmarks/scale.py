@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from support.postgres import PostgresServer
 
-from hpo.cluster.postgres.programs import find_programs
+from hpo.cluster.postgres.postgres_server import find_programs
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.device import probe_device

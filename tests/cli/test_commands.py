@@ -76,7 +76,7 @@ def test_run_prints_progress_and_a_summary(folder: Path) -> None:
     line = r"^trial   2  complete +score 0\.\d+  learning_rate=\S+  3/3 trials(  best score so far)?$"
     assert re.search(line, text, re.MULTILINE)
     assert re.search(r"^best trial \d: score 0\.\d+ \(best constant prediction 0\.\d+\)$", text, re.MULTILINE)
-    assert "requested fp32, ran fp32 (native), observed: 17 weights multiplied in float32" in text
+    assert "requested fp32, ran fp32 (native), observed: products of 17 weight matrices in float32" in text
 
 
 def test_init_makes_a_study_without_trials(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from hpo.config.trial_settings import TrialSettings
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS
 from hpo.models.multitask import _POOLINGS
 from hpo.tasks.kind import KINDS
-from hpo.training.optim import OPTIMIZERS
-from hpo.training.schedule import SCHEDULES
+from hpo.training.optim import OPTIMIZERS, SCHEDULES
 
 
 def choices(setting: str) -> set[str]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from hpo.config.study_config import StudyConfig
-from hpo.data.advice import data_advice
-from hpo.data.checks import CutFacts, DataFacts, Leak, LengthFacts, SplitFacts, TaskFacts
+from hpo.data.checks import CutFacts, DataFacts, Leak, LengthFacts, SplitFacts, TaskFacts, data_advice
 from hpo.data.span_ends import OddSpans
 
 SPLITS = ("train", "validation")

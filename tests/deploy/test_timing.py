@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hpo.deploy.timing import Rows, TimingBudget, rows_of, time_in_turn, timing
-from hpo.tasks.example import Example
+from hpo.deploy.timing import Rows, TimingBudget, time_in_turn, timing
 
 
 class Clock:
@@ -60,9 +59,3 @@ def test_latency_and_speed_up() -> None:
     assert 12 < result.p99_ms < 20
     speed = result.speed_up
     assert (speed.ratio, speed.low, speed.high) == tuple(pytest.approx(one) for one in (3, 2, 4))
-
-
-def test_rows_keep_segments() -> None:
-    pair = Example("1", "one two", {}, {}, segments={"a": (0, 3), "b": (4, 7)})
-    rows = rows_of([Example("0", "one", {}, {}), pair])
-    assert rows == [{"text": "one"}, {"text": "one two", "segments": {"a": (0, 3), "b": (4, 7)}}]

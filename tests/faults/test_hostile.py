@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,16 +151,3 @@ def test_stored_paths_need_the_permission_of_the_machine(made: Path, monkeypatch
     monkeypatch.setenv("HPO_ALLOW", f"s3://ours:{outside}")
     assert ok(hpo_command(made, "worker", "tiny", "--json")).json["outcomes"] == {"complete": 2}
     assert f"Its checkpoints in {outside}" in ok(hpo_command(made, *delete)).out
-
-
-def test_stored_texts_do_not_change_the_terminal(made: Path) -> None:
-    def send(connection: sa.Connection) -> None:
-        values = {"host": "host\x1b[2J\x9b31m", "pid": 1, "id": "w", "study": "tiny", "state": "live"}
-        values |= {"machine": "other", "process_start": "", "number": 0}
-        values |= {"started": time.time(), "last_seen": time.time()}
-        connection.execute(sa.insert(workers).values(values))
-
-    change(made, send)
-    shown = hpo_command(made, "status", "tiny").out
-    assert "host\ufffd[2J\ufffd31m" in shown
-    assert not {"\x1b", "\x9b"} & {*shown}

@@ -117,11 +117,3 @@ def test_sigterm_stops_all_ranks(tmp_path: Path) -> None:
 
 def checkpoints(folder: Path) -> Sequence[Path]:
     return list(folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*"))
-
-
-def test_torchrun_refuses_several_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    write(tmp_path)
-    refused = hpo_command(tmp_path, "run", "tiny.yaml", "--workers", "2")
-    assert refused.exit_code == 2
-    assert "the processes of torchrun are one worker: --workers" in refused.err

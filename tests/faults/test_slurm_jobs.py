@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.command_line import ROOT, hpo_command, ok, saved_steps
 from support.container import PYTHON, make_image, make_programs, path_with, why_no_container
-from support.own_code_studies import write
 from support.postgres import PostgresServer
 from support.slurm import SlurmCluster
 from support.tiny import write_long_study
@@ -110,31 +109,6 @@ def test_preempted_array_keeps_paused_trials(slurm: SlurmCluster, postgres_url: 
         if (resumed_at := trial.attributes.get("resumed_at")) and trial.outcome == "complete":
             rungs = [*trial.attributes["rungs"]]
             assert trial.telemetry["resumed_from_step"] >= steps[rungs.index(str(resumed_at))]
-
-
-def test_next_job_continues_trial_of_cancelled_job(
-    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
-) -> None:
-    """SIGTERM: the worker leaves in time and is not requeued."""
-    job = submit(tmp_path, postgres_url, seconds=6)
-    slurm.wait(lambda: bool(saved_steps(tmp_path)))
-    slurm.run(f"scancel {job}")
-    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
-    record = read(postgres_url)
-    assert record.counts == {"open": 1, "running": 0, "done": 0}
-    assert [trial.outcome for trial in record.trials] == ["preempted"]
-    check_continued(slurm, postgres_url, submit(tmp_path, postgres_url, seconds=6))
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_job_has_copy_of_own_code(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-    write(tmp_path, n_trials=1)
-    options = ("--slurm", "--storage", postgres_url, "--json")
-    job = str(ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).json["job"])
-    (tmp_path / "own_kind.py").write_text("raise RuntimeError\n")
-    slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 120)
-    [trial] = read(postgres_url).trials
-    assert trial.outcome == "complete", trial.reason
 
 
 def test_requeued_job_waits_for_database(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from support.every_kind import write_every_kind
-from support.readme import README
 from support.tiny import CPU
 
 import hpo
@@ -25,8 +23,9 @@ from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
 from hpo.tasks.example import Example
 from hpo.training.metrics import score
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import StoredTrial
 
 KINDS = ["windows", "pairs"]
 
@@ -54,7 +53,7 @@ def make_export(folder: Path, *, pairs: bool) -> Exported:
     params = {"learning_rate": 5e-3}
     result = executor.run(params, folder / "trial", "test")
     assert result.outcome == "complete", result.traceback
-    source = TrialSource(0, params, result.telemetry)
+    source = StoredTrial(0, params, result.telemetry)
     out = export_checkpoint(executor, folder / "trial", folder / "model", source)
     return Exported(out, executor, split_predictions(executor, folder / "trial", params, "test").metrics())
 
@@ -122,51 +121,6 @@ def test_predictions_score_like_the_trial(exported: Exported, model: TrainedMode
         for row, prediction in zip(exported.rows, predictions, strict=True):
             for span in prediction[task.name].spans:
                 assert span.text == row["text"][span.start : span.end] != ""
-
-
-def test_plain_script_gives_the_same_probabilities(exported: Exported, model: TrainedModel) -> None:
-    """Cut windows with the tokenizer of transformers, and join them by hand."""
-    windowing = model.settings.windowing
-    texts = [row["text"] for row in exported.rows]
-    for text, prediction in zip(texts, model.predict(texts), strict=True):
-        batch = model.tokenizer(
-            text,
-            truncation=True,
-            max_length=windowing.max_length,
-            stride=windowing.stride,
-            return_overflowing_tokens=True,
-            padding=True,
-            return_tensors="pt",
-        )
-        names = ("input_ids", "attention_mask", "token_type_ids")
-        with torch.no_grad():
-            logits = model(**{name: batch[name] for name in names}).logits
-        topic = logits["topic"].double().log_softmax(-1).mean(dim=0).softmax(-1)
-        tags = logits["tags"].double().sigmoid().amax(dim=0)
-        assert list(prediction["topic"].scores.values()) == pytest.approx(topic.tolist(), abs=1e-6)
-        assert list(prediction["tags"].scores.values()) == pytest.approx(tags.tolist(), abs=1e-6)
-        best = max(prediction["topic"].scores, key=prediction["topic"].scores.__getitem__)
-        assert prediction["topic"].label == best
-        threshold = model.decisions["tags"].threshold
-        above = [name for name, value in prediction["tags"].scores.items() if value > threshold]
-        assert prediction["tags"].label == above
-        urgency = next(task for task in model.tasks if task.name == "urgency")
-        value = logits["urgency"].double().mean() * urgency.target_std + urgency.target_mean
-        assert prediction["urgency"].label == pytest.approx(float(value), abs=1e-5)
-
-
-def test_readme_script(
-    exported: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    section = README.read_text().split("## Using the model", 1)[1].split("\n## ", 1)[0]
-    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    monkeypatch.chdir(exported.folder.parent)
-    names: dict[str, Any] = {}
-    exec(compile(script, "README.md", "exec"), names)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [task.name for task in names["model"].tasks] * 2
-    topics = [line for line in lines if line.startswith("topic ")]
-    assert topics[0] != topics[1], "each text has its own predictions"
 
 
 def test_order_and_batches_change_nothing(exported: Exported, model: TrainedModel) -> None:

@@ -12,10 +12,9 @@ from support.tiny_onnx import TEXTS, random_batch
 
 import hpo
 from hpo.deploy.onnx_fp32 import export_onnx
-from hpo.errors import ModelError, RunError
+from hpo.errors import ModelError
 from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import OnnxNetwork
-from hpo.models.export import load_exported
 
 
 @pytest.fixture
@@ -79,11 +78,6 @@ def test_threads_follow_pytorch(graph: TrainedModel) -> None:
         torch.set_num_threads(before)
 
 
-def test_id_beyond_the_vocabulary_is_refused(graph: TrainedModel) -> None:
-    with pytest.raises(RunError, match=r"onnxruntime could not run .*model\.onnx: "):
-        graph(torch.tensor([[10**6]]))
-
-
 def test_missing_packages(folder: Path, model: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ModelError, match=r"needs onnxruntime, .*make install EXTRAS=onnx`"):
@@ -114,8 +108,3 @@ def test_other_metadata_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         hpo.load(copied(folder, tmp_path, **changes))
-
-
-def test_pytorch_loader_refuses_onnx(folder: Path) -> None:
-    with pytest.raises(ModelError, match="must hold torch's weights, but it is an ONNX export"):
-        load_exported(folder / "onnx")

@@ -15,7 +15,7 @@ from support.tiny_encoders import KIND_TASKS, make_model
 from hpo.data.examples import RowChecker
 from hpo.errors import DataError, InputError
 from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
-from hpo.inference.predict_file import check_output, predicted_row, predictions_file, read_examples
+from hpo.inference.predict_file import check_output, predicted_row, read_examples, write_predictions
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings
 from hpo.tasks.example import Example
@@ -72,17 +72,8 @@ def test_predicted_row_is_a_data_row() -> None:
 
 
 def write_two_rows(path: Path) -> None:
-    with predictions_file(path, KIND_TASKS) as write:
-        write([ROW])
-        write([{**ROW, "id": "2"}])
+    write_predictions(path, [[ROW], [{**ROW, "id": "2"}]], KIND_TASKS)
     assert read(path) == ([("1", ROW["text"]), ("2", ROW["text"])], [])
-
-
-def test_write_jsonl(tmp_path: Path) -> None:
-    path = tmp_path / "out.jsonl"
-    write_two_rows(path)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [ROW, {**ROW, "id": "2"}]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -121,8 +112,8 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, error: BaseException, r
         yield ROW
         raise error
 
-    with raised, predictions_file(path, KIND_TASKS) as write:
-        write(fail())
+    with raised:
+        write_predictions(path, [fail()], KIND_TASKS)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.csv", "old")]
 
 
@@ -188,15 +179,6 @@ def test_csv_form_is_the_study_s_or_guessed(tmp_path: Path, caplog: pytest.LogCa
         assert not bad
     notes = [message for message in caplog.messages if "data.csv" in message]
     assert notes == [f"{path}: read with `,`, not as `data.csv` says"]
-
-
-def test_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "texts.txt"
-    with pytest.raises(DataError, match="no such file"):
-        read(path)
-    path.touch()
-    with pytest.raises(DataError, match="must hold at least one text, but is empty"):
-        read(path)
 
 
 def test_pairs_need_jsonl(tmp_path: Path) -> None:

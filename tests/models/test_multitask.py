@@ -7,7 +7,6 @@ import torch
 from support.tiny_encoders import (
     FAMILIES,
     KIND_TASKS,
-    dropout_rates,
     family_model,
     make_batch,
     make_model,
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import AttentionPooling, parameter_depths, pool_cls, pool_max, pool_mean
-from hpo.tasks.kind import KINDS, Task
+from hpo.tasks.kind import KINDS
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -33,13 +32,6 @@ def test_logits_have_the_shape_of_their_kind() -> None:
         for name, num in outputs.items()
     }
     assert all(value.dtype == torch.float32 for value in logits.values())
-
-
-def test_any_task_name_works() -> None:
-    tasks = tuple(Task(name, "regression") for name in ("type", "keys", "a.b", "", "encoder", "forward"))
-    model = make_model(tasks=tasks, loss_weighting="uncertainty")
-    names = [task.name for task in tasks]
-    assert list(model(*make_batch())) == list(model.log_variance or ()) == names
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,28 +73,6 @@ def test_pooling_sums_in_fp32_and_keeps_the_dtype(pooling: str) -> None:
     pooled = (pool_mean if pooling == "mean" else attention)(hidden, mask)
     # Only the last rounding is left. 4096 values added up in bf16 would stop at 256.
     assert torch.equal(pooled, hidden.double().mean(1).bfloat16())
-
-
-def test_mlp_head_is_gelu_of_a_hidden_layer() -> None:
-    model = make_model(head_type="mlp", head_hidden_size=48, pooling="cls").eval()
-    pooled = model.encoder(*make_batch()).last_hidden_state[:, 0]
-    first, second = model.heads[0][1], model.heads[0][4]
-    assert (first.weight.shape, second.weight.shape) == ((48, 32), (3, 48))
-    expected = nn.functional.gelu(pooled @ first.weight.T + first.bias) @ second.weight.T + second.bias
-    torch.testing.assert_close(model(*make_batch())["label"], expected)
-
-
-@pytest.mark.parametrize("head_type", ["linear", "mlp"])
-def test_head_dropout_is_in_the_heads_only_and_acts_in_training(head_type: str) -> None:
-    low, high = (dropout_rates(make_model(head_type=head_type, head_dropout=value)) for value in (0.0, 0.4))
-    changed = {name: high[name] for name in low if low[name] != high[name]}
-    assert set(changed.values()) == {0.4}
-    assert all(name.startswith("heads.") for name in changed)
-    model = make_model(head_type=head_type, head_dropout=0.4, dropout=0.0, attention_dropout=0.0)
-    for is_random in (True, False):
-        model.train(is_random)
-        first, again = (model(*make_batch())["label"] for _ in range(2))
-        assert torch.equal(first, again) != is_random
 
 
 def test_seed_decides_the_heads() -> None:

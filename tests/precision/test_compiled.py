@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.observed_products import (
     Compute,
     Library,
-    Round,
     WithOwn,
     cast_back,
     plain,
@@ -31,7 +30,7 @@ from torch.nn import functional as F
 
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.compiled import Step, observe_compiled
+from hpo.precision.compiled import Step, _rounded, observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.precision.float8 import float8_facts, float8_weights
 from hpo.precision.frozen import FrozenLinear, store_frozen
@@ -86,13 +85,15 @@ def judged(model: MultitaskModel, step: Step, name: str, seen: Observation | Non
 def test_agreement_of_compiled_models(compute: Compute, name: str, compiles: bool, reason: str) -> None:
     """Only some are traced by the compiler, for speed."""
     model, step = prepared(name, compute)
-    seen = seen_eagerly(model, name)
+    seen, counted = seen_eagerly(model, name), Mock(side_effect=partial(step, model))
     if compiles:
         torch._dynamo.reset()
         model.compile(backend="aot_eager")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     generator = torch.get_rng_state()
-    assert judged(model, partial(step, model), name, seen) == (not reason, reason)
+    assert judged(model, counted, name, seen) == (not reason, reason)
+    if not reason:
+        assert counted.call_count == 8, "twice unchanged, once for all weights and once for each of five"
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
     assert model.training
@@ -107,63 +108,73 @@ def test_agreement_of_compiled_models(compute: Compute, name: str, compiles: boo
         ("fp32", "fp16", "in less than it should"),
         ("bf16", "fp8", "in less than it should"),
         ("tf32", "bf16", "in less than it should"),
+        ("tf32", "fp32", "no product was seen to use it"),
+        ("tf32", "tf32", ""),
     ],
 )
 def test_graph_in_another_format(name: str, real: str, reason: str) -> None:
     model, step = prepared(name, plain, real)
-    with Library(to_float8(torch.float8_e4m3fn) if real == "fp8" else unrounded):
+    nn.init.zeros_(model.encoder.dense.weight)  # like a new adapter
+    roundings = {"fp8": to_float8(torch.float8_e4m3fn), "tf32": to_tf32}
+    with Library(roundings.get(real, unrounded)):
         agreement = judged(model, partial(step, model), name)
-    assert agreement.agrees is False
+    assert agreement.agrees is (not reason or (None if real == "fp32" and name == "tf32" else False))
     assert reason in agreement.reason
 
 
-@pytest.mark.parametrize(("rounding", "agrees"), [(unrounded, None), (to_tf32, True)])
-def test_tf32_must_be_used_by_the_graph(rounding: Round, agrees: bool | None) -> None:
-    model, step = prepared("tf32", plain)
-    with Library(rounding):
-        agreement = judged(model, partial(step, model), "tf32")
-    assert agreement.agrees is agrees
-    assert bool(agreement.reason) is (agrees is None)
+def test_grid_of_weights() -> None:
+    """Two bits of fraction, at most a power of two, 0 below its thousandth; the first value is above it."""
+    rounded = _rounded(torch.tensor([[0.3, 1.1, -1.4, 7.0], [3.3e-3, 3.7e-3, 2.0, 0.0]]))
+    assert rounded.tolist() == [[7.0, 1.0, -1.5, 4.0], [0.0, 0.00390625, 2.0, 0.0]]
+    assert _rounded(torch.zeros(2)).tolist() == [1.75 * 2.0**-6, 2.0**-6], "a new adapter"
+
+
+class Packed(Tensor):
+    """A weight in a format of another library."""
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [torch.ones(16, 16, dtype=torch.int8), torch.randn(16, 16).as_subclass(Packed)],
+    ids=["int8", "packed"],
+)
+def test_quantised_weight_is_unverified(weight: Tensor) -> None:
+    model, step = prepared("bf16", plain)
+    nothing = (None, "compiled, no product with a weight was seen.")
+    assert judged(model, partial(step, model), "bf16", Observation()) == nothing
+    seen = seen_eagerly(model)
+    model.encoder.own.weight = nn.Parameter(weight, requires_grad=False)
+    agreement = judged(model, partial(step, model), "bf16", seen)
+    said = "encoder.own.weight is quantised, so that its products cannot be measured."
+    assert agreement == (None, f"compiled, {said}")
 
 
 class Float8Linear(nn.Linear):
     """Like torchao's: weights and inputs are scaled by their largest and rounded."""
 
+    is_real = True
+
     def forward(self, inputs: Tensor) -> Tensor:
-        rounded = to_float8(torch.float8_e4m3fn)
-        return F.linear(self.rounded(inputs.float(), rounded), self.rounded(self.weight, rounded), self.bias)
+        return F.linear(self.rounded(inputs.float()), self.rounded(self.weight), self.bias)
 
-    def rounded(self, values: Tensor, rounding: Round) -> Tensor:
-        """Round, with the gradient of the identity."""
-        return values + (rounding(values) - values).detach()
-
-
-class NoFloat8(Float8Linear):
-    """A converted layer in bf16 after compilation."""
-
-    def rounded(self, values: Tensor, _rounding: Round) -> Tensor:
-        return values.bfloat16()
+    def rounded(self, values: Tensor) -> Tensor:
+        """Round, with the gradient of the identity. An unreal layer stays in bf16."""
+        rounding = to_float8(torch.float8_e4m3fn)
+        return values + (rounding(values) - values).detach() if self.is_real else values.bfloat16()
 
 
-NoFloat8.__name__ = Float8Linear.__name__
-
-
-@pytest.mark.parametrize(
-    ("layer", "agrees", "reason"),
-    [
-        (Float8Linear, True, "^$"),
-        (NoFloat8, False, "encoder.dense.weight was multiplied in more than float8"),
-    ],
-)
-def test_float8_graph(layer: type[nn.Linear], agrees: bool, reason: str) -> None:
+@pytest.mark.parametrize("is_real", [True, False])
+def test_float8_graph(is_real: bool) -> None:
     model, step = prepared("bf16", plain)
-    model.encoder.dense.__class__ = layer
+    model.encoder.dense.__class__ = Float8Linear
+    model.encoder.dense.is_real = is_real
     seen = Observation(float8=float8_facts(model), float8_weights=frozenset(float8_weights(model)))
     for name in ("encoder.dense.weight", "encoder.own.weight", "heads.0.1.weight"):
         seen.products[name].add("bfloat16")
     agreement = judged(model, partial(step, model), "fp8", seen)
-    assert agreement.agrees is agrees
-    assert re.search(reason, agreement.reason)
+    said = "compiled, encoder.dense.weight was multiplied in more than float8"
+    assert agreement.agrees is is_real
+    assert agreement.reason.startswith("" if is_real else said)
 
 
 class Unused(nn.Linear):
@@ -194,19 +205,6 @@ def test_unread_pooler_does_not_count() -> None:
     model.encoder.__class__ = Pooled
     model.encoder.pooler = nn.Sequential(nn.Linear(16, 3))
     assert judged(model, partial(step, model), "fp32") == (True, "")
-
-
-def test_model_without_known_products_is_unverified() -> None:
-    model, step = prepared("bf16", plain)
-    agreement = judged(model, partial(step, model), "bf16", Observation())
-    assert agreement == (None, "compiled, no product with a weight was seen.")
-
-
-@pytest.mark.parametrize(("real", "agrees"), [("bf16", True), ("fp16", False)])
-def test_zero_weights_of_a_new_adapter(real: str, agrees: bool) -> None:
-    model, step = prepared("bf16", plain, real)
-    nn.init.zeros_(model.encoder.dense.weight)
-    assert judged(model, partial(step, model), "bf16").agrees is agrees
 
 
 class Noise:
@@ -251,10 +249,13 @@ def test_stored_weights_by_their_products(kind: str, name: str, lies: bool) -> N
     store_frozen(model, kind, torch.float32)
     stored: Any = model.encoder.dense[1]
     before = {key: value.clone() for key, value in (*model.named_parameters(), *model.named_buffers())}
-    if lies and name == "fp32":
-        stored.forward = lambda x: FrozenLinear.forward(stored, x.bfloat16()).float()
-    if lies and name == "bf16":
-        stored.forward = partial(wide, stored)
+
+    def lie(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return FrozenLinear.forward(stored, x.float() if name == "bf16" else x.bfloat16()).to(x.dtype)
+
+    if lies:
+        stored.forward = lie
     agreement = judged(model, partial(step, model), name)
     # Weights stored in bf16 have no bits to lose under bf16, and none to show otherwise.
     assert agreement.agrees is (not lies if kind != "bf16" else name == "bf16"), agreement
@@ -262,27 +263,16 @@ def test_stored_weights_by_their_products(kind: str, name: str, lies: bool) -> N
         assert torch.equal(value, before[key]), key
 
 
-def wide(stored: FrozenLinear, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return FrozenLinear.forward(stored, x.float()).bfloat16()
-
-
-def test_part_in_fp32_in_a_compiled_model() -> None:
+@pytest.mark.parametrize("in_part", [True, False])
+def test_part_in_fp32_in_a_compiled_model(in_part: bool) -> None:
     model, step = prepared("bf16", plain)
+    before = seen_eagerly(model)
     run_in_float32(model.get_submodule("encoder.dense"))
-    seen = seen_eagerly(model)
+    seen = seen_eagerly(model) if in_part else before
     torch._dynamo.reset()
     model.compile(backend="aot_eager", fullgraph=True)
-    assert judged(model, partial(step, model), "bf16", seen) == (True, "")
-
-
-def test_compiled_fp32_layer_outside_the_parts() -> None:
-    model, step = prepared("bf16", plain)
-    seen = seen_eagerly(model)
-    run_in_float32(model.get_submodule("encoder.dense"))  # after its observation
-    agrees, reason = judged(model, partial(step, model), "bf16", seen)
-    assert agrees is False
-    assert "encoder.dense.weight was multiplied in more than bfloat16" in reason
+    said = "compiled, encoder.dense.weight was multiplied in more than bfloat16."
+    assert judged(model, partial(step, model), "bf16", seen) == (in_part, "" if in_part else said)
 
 
 def test_part_with_a_rounded_output_is_unverified() -> None:

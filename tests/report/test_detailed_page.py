@@ -20,8 +20,7 @@ from support.detailed_documents import (
 )
 from support.study_records import fake_trial, record_of
 
-from hpo.report.detailed import Detailed, headline
-from hpo.report.detailed_page import HEADING, marked_text
+from hpo.report.detailed import HEADING, Detailed, headline, marked_text
 from hpo.report.report import write_report
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"

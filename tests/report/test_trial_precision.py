@@ -23,7 +23,7 @@ SEEN = {"linear_products": {"bfloat16": 38}, "tf32": False, "compiled": False}
         ({"agrees": False, "reason": "x gave fp32."}, "this is NOT the requested precision (x gave fp32)."),
         ({"agrees": None, "observed": {}}, "observed: nothing; the precision is unverified."),
         ({"observed": {"float8_linears": 12, "tf32": True, "compiled": True}}, "12 float8 layers, TF32 on"),
-        ({}, "observed: 38 weights multiplied in bfloat16, TF32 off"),
+        ({}, "observed: products of 38 weight matrices in bfloat16, TF32 off"),
         (
             {"agrees": None, "observed": {**SEEN, "linear_products": {"tf32": 37, "unmeasured": 1}}},
             "1 weights not measured, TF32 off, not compiled; the precision is unverified",

@@ -84,6 +84,6 @@ def test_content_of_trial(tracked: TrackedStudy) -> None:
     assert whole.results.items() >= results.items()
     assert "trial/score" not in broken.results
     facts = {"requested": "bf16", "effective": "fp32", "agrees": "false", "reason": "no AMX"}
-    facts["observed"] = "3 weights multiplied in bfloat16, TF32 off, not compiled"
+    facts["observed"] = "products of 3 weight matrices in bfloat16, TF32 off, not compiled"
     assert {name: whole.facts[f"precision_{name}"] for name in facts} == facts
     assert (broken.facts["outcome"], broken.facts["device"]) == ("nonfinite", "Example CPU")

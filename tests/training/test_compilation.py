@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support.tiny_encoders import make_model
 
-from hpo.training.clock import CompileClock
 from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile, compiled_modules
+from hpo.training.throughput import CompileClock
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +34,11 @@ def test_clock_counts_only_compilation(now: list[float]) -> None:
     clock = CompileClock()
     double = torch.compile(lambda x: x * 2, backend=compiler, dynamic=False)
     double(torch.ones(3))
-    assert clock.seconds == 0.0, "not started yet"
     clock.start()
     double(torch.ones(3))
-    assert clock.seconds == 0.0, "compiled before"
+    assert clock.seconds == 0.0, "compiled before it started"
     for _ in range(3):
-        torch.testing.assert_close(double(torch.ones(4)), torch.full((4,), 2.0))
+        double(torch.ones(4))
         assert clock.seconds == 5.0
     torch._dynamo.reset()
     double(torch.ones(5))
@@ -47,21 +47,14 @@ def test_clock_counts_only_compilation(now: list[float]) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 def test_compiled_modules_of_a_scope(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def fake_compile(function: Any, **options: Any) -> Any:
-        asked.append(options)
-        return function
-
-    monkeypatch.setattr(torch, "compile", fake_compile)
     layers = ["encoder.encoder.layer.0", "encoder.encoder.layer.1"]
     for scope, names in (("model", [""]), ("layers", layers)):
-        asked.clear()
+        compile_ = Mock(side_effect=lambda function, **_: function)
+        monkeypatch.setattr(torch, "compile", compile_)
         model = make_model()
         keys = list(model.state_dict())
-        assert compiled_modules(model) == []
         assert apply_compile(model, mode, scope) is model
         assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
         assert compiled_modules(model) == names
-        assert asked == [{"mode": mode}] * len(names)
+        assert [call.kwargs for call in compile_.call_args_list] == [{"mode": mode}] * len(names)
         assert list(model.state_dict()) == keys

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ ANSWER = Task("t", "span_extraction", ("answer",), inside_segment="context")
 EVIDENCE = Task("t", "span_per_label", NAMES, evidence_for="labels")
 ALL = (SINGLE, MULTI, NUMBER, SLOTS, OVERLAPPING, ANSWER, EVIDENCE)
 DEFAULT = DecodingThresholds()
+WORDS = "aa bb cc dd ee ff gg hh"
 
 
 def example_of(text: str, **fields: Any) -> Example:
@@ -65,29 +65,9 @@ def make_window(text: str, start: list[int], end: list[int], is_text: bool = Tru
     return split_of([example_of(text)], start, end, [is_text] * len(start), [0, len(start)], [0])
 
 
-def words_of(split: Any) -> list[list[int]]:
-    """Each example's owned tokens (indices into T), in order."""
-    tokens: list[list[int]] = [[] for _ in split.examples]
-    for w, example in enumerate(split.window_example_W):
-        for t in range(split.window_start_W1[w], split.window_start_W1[w + 1]):
-            if split.owned_T[t]:
-                tokens[example].append(t)
-    return tokens
-
-
-def logits_shape(task: Task, split: Any) -> tuple[int, int]:
-    return len(split.window_example_W if task.level == "sequence" else split.owned_T), task.num_outputs
-
-
-def random_rows(rng: np.random.Generator, count: int, longest: int = 14) -> list[Example]:
-    return [
-        example_of(" ".join("w" * int(rng.integers(1, 5)) for _ in range(rng.integers(1, longest))))
-        for _ in range(count)
-    ]
-
-
-def one_hot(tags: Sequence[int], num_classes: int) -> Any:
-    return 5 * np.eye(num_classes, dtype=np.float32)[list(tags)]
+def random_logits(task: Task, split: Any) -> Any:
+    size = len(split.window_example_W if task.level == "sequence" else split.owned_T)
+    return np.random.default_rng(0).normal(size=(size, task.num_outputs)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -111,131 +91,90 @@ def test_windows_of_one_text(
     assert decode(task, np.array(logits, np.float32), split, decision) == expected
 
 
-def bio_reference(tags: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
-    """Spans of tags (prefix, name), one token at a time."""
-    spans: list[list[Any]] = []
-    open_name = ""
-    for i, (prefix, name) in enumerate(tags):
-        if prefix != "O" and (prefix == "B" or name != open_name):
-            spans.append([name, i, i])
-        elif prefix == "I":
-            spans[-1][2] = i
-        open_name = name
-    return [tuple(span) for span in spans]
+def spread(split: Any, by_word: Any) -> Any:
+    """Give each token the logits of its word where its window owns it, and misleading ones elsewhere."""
+    logits = np.full((len(split.owned_T), by_word.shape[1]), 9.0, np.float32)
+    logits[split.owned_T] = by_word
+    return logits
 
 
-@pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (5, 2)])
-@pytest.mark.parametrize("task", [SLOTS, OVERLAPPING], ids=["joint", "overlapping"])
-@pytest.mark.parametrize("seed", range(2))
-def test_bio_tags_equal_a_plain_loop(task: Task, window: int, overlap: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    split = make_split(random_rows(rng, 30), window, overlap)
-    logits = rng.normal(size=(len(split.owned_T), task.num_outputs)).astype(np.float32)
-    expected = []
-    for tokens in words_of(split):
-        found = []
-        for n, name in enumerate(NAMES):
-            tags = []
-            for t in tokens:
-                if task.spans_may_overlap:
-                    tag = int(logits[t, 3 * n : 3 * n + 3].argmax())
-                else:
-                    tag = int(logits[t].argmax()) - 2 * n
-                    tag = tag if tag in (1, 2) else 0
-                tags.append(("OBI"[tag], name if tag else ""))
-            found += [
-                (n, split.char_start_T[tokens[i]], split.char_end_T[tokens[j]])
-                for n, i, j in bio_reference(tags)
-            ]
-        expected.append(sorted(found, key=itemgetter(1, 2, 0)))
-    assert decode(task, logits, split, DEFAULT) == expected
-    assert sum(map(len, expected)) > 30
+@pytest.mark.parametrize("window", [1000, 5])
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        ("O Ba Ia O Ba Ba Ia Ia", [("a", 3, 8), ("a", 12, 14), ("a", 15, 23)]),
+        ("Ia Ia O Ib O O O Bb", [("a", 0, 5), ("b", 9, 11), ("b", 21, 23)]),
+        ("Ba Ib Ib Bb Ia O O Ia", [("a", 0, 2), ("b", 3, 8), ("b", 9, 11), ("a", 12, 14), ("a", 21, 23)]),
+    ],
+)
+def test_spans_of_tags(tags: str, expected: list[Any], window: int) -> None:
+    split = make_split([example_of(WORDS)], window, overlap=2)
+    numbers = [["O", "Ba", "Ia", "Bb", "Ib"].index(tag) for tag in tags.split()]
+    assert decode(SLOTS, spread(split, np.eye(5)[numbers]), split, DEFAULT) == [expected]
+    by_name = [[n - k if n in (k + 1, k + 2) else 0 for n in numbers] for k in (0, 2)]
+    logits = spread(split, np.concatenate([np.eye(3)[each] for each in by_name], axis=1))
+    assert sorted(decode(OVERLAPPING, logits, split, DEFAULT)[0]) == sorted(expected)
 
 
 def test_no_span_across_reordered_segments() -> None:
     # The second segment of the text comes first, as in a pair (question, context) of a text that ends
     # with the question.
     split = make_window("xx yy zz uu", [6, 9, 0, 3], [8, 11, 2, 5])
-    assert decode(SLOTS, one_hot([1, 2, 2, 2], 5), split, DEFAULT) == [[("a", 0, 5), ("a", 6, 11)]]
+    assert decode(SLOTS, np.eye(5)[[1, 2, 2, 2]], split, DEFAULT) == [[("a", 0, 5), ("a", 6, 11)]]
 
 
 def test_spans_without_outer_white_space() -> None:
     split = make_window("x  yy z", [0, 1, 3, 5], [1, 3, 6, 7])
-    assert decode(SLOTS, one_hot([0, 1, 2, 0], 5), split, DEFAULT) == [[("a", 3, 5)]]
-    assert decode(SLOTS, one_hot([0, 1, 0, 0], 5), split, DEFAULT) == [[]]
+    assert decode(SLOTS, np.eye(5)[[0, 1, 2, 0]], split, DEFAULT) == [[("a", 3, 5)]]
+    assert decode(SLOTS, np.eye(5)[[0, 1, 0, 0]], split, DEFAULT) == [[]]
 
 
-def answer_reference(split: Any, logits: Any) -> list[tuple[float, list[tuple[str, int, int]]]]:
-    """For each example the best margin over no answer and its span, pair by pair."""
-    best: list[tuple[float, list[tuple[str, int, int]]]] = [(-np.inf, []) for _ in split.examples]
-    for w, example in enumerate(split.window_example_W):
-        first, last = split.window_start_W1[w], split.window_start_W1[w + 1]
-        low, high = split.examples[example].segments["context"]
+def best_answer(split: Any, logits: Any) -> tuple[float, list[tuple[str, int, int]]]:
+    """The best margin of one text over no answer and its span, pair by pair."""
+    best: tuple[float, list[tuple[str, int, int]]] = (-np.inf, [])
+    low, high = split.examples[0].segments["context"]
+    for first, last in itertools.pairwise(split.window_start_W1):
         null = float(logits[first, 0]) + float(logits[first, 1])
         for i, j in itertools.combinations_with_replacement(range(first, last), 2):
             inside = all(split.char_start_T[t] >= low and 0 <= split.char_end_T[t] <= high for t in (i, j))
             margin = float(logits[i, 0]) + float(logits[j, 1]) - null
-            if inside and split.owned_T[i] and j - i < MAX_ANSWER_TOKENS and margin > best[example][0]:
-                best[example] = (margin, [("answer", int(split.char_start_T[i]), int(split.char_end_T[j]))])
+            if inside and split.owned_T[i] and j - i < MAX_ANSWER_TOKENS and margin > best[0]:
+                best = (margin, [("answer", int(split.char_start_T[i]), int(split.char_end_T[j]))])
     return best
 
 
 @pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (40, 10)])
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_equal_all_pairs(window: int, overlap: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows = []
-    for row in random_rows(rng, 8, longest=90):
-        context = row.text.find(" ") + 1
-        rows.append(
-            example_of(row.text, segments={"question": (0, context), "context": (context, len(row.text))})
-        )
-    split = make_split(rows, window, overlap)
-    logits = rng.normal(size=(len(split.owned_T), 2)).astype(np.float32)
-    # Far-off pairs that the bound on the length has to refuse.
-    logits[split.window_start_W1[1:] - 2, 1] += 3
-    expected = answer_reference(split, logits)
-    for offset in (-100.0, 0.0, 4.0, 100.0):
-        wanted = [spans if margin > offset else [] for margin, spans in expected]
-        assert decode(ANSWER, logits, split, DecodingThresholds(null_offset=offset)) == wanted
+def test_answers_equal_all_pairs(window: int, overlap: int) -> None:
+    text = "question " + "word " * 80
+    split = make_split(
+        [example_of(text, segments={"question": (0, 9), "context": (9, 409)})], window, overlap
+    )
+    logits = random_logits(ANSWER, split)
+    logits[split.window_start_W1[1:] - 2, 1] += 3  # far-off pairs that the bound on the length has to refuse
+    margin, spans = best_answer(split, logits)
+    for offset, expected in ((margin - 0.01, spans), (margin + 0.01, [])):
+        assert decode(ANSWER, logits, split, DecodingThresholds(null_offset=offset)) == [expected]
 
 
-def evidence_reference(
-    split: Any, logits: Any, labels: list[list[str]], threshold: float, gap: int
-) -> list[Any]:
-    """Evidence of each example and class, one token at a time."""
-    predictions = []
-    for tokens, names in zip(words_of(split), labels, strict=True):
-        found = []
-        for name in names:
-            p = [1 / (1 + np.exp(-float(logits[t, NAMES.index(name)]))) for t in tokens]
-            limit = threshold if max(p) > threshold else max(p) / 2
-            runs: list[list[int]] = []
-            for i in range(len(p)):
-                if p[i] > limit:
-                    if runs and i - runs[-1][1] - 1 <= gap:
-                        runs[-1][1] = i
-                    else:
-                        runs.append([i, i])
-            if max(p) <= threshold:
-                runs = [run for run in runs if max(p[run[0] : run[1] + 1]) == max(p)]
-            found += [(name, split.char_start_T[tokens[i]], split.char_end_T[tokens[j]]) for i, j in runs]
-        predictions.append(sorted(found, key=itemgetter(1, 2, 0)))
-    return predictions
-
-
-@pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (5, 2)])
-@pytest.mark.parametrize("seed", range(2))
-def test_evidence_equals_a_plain_loop(window: int, overlap: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    split = make_split(random_rows(rng, 30), window, overlap)
-    logits = rng.normal(-1, 1.5, size=(len(split.owned_T), 2)).astype(np.float32)
-    labels = [[name for name in NAMES if rng.random() < 0.6] for _ in split.examples]
-    for threshold, gap in itertools.product((0.2, 0.5, 0.95), (0, 1, 3)):
-        ours = decode(EVIDENCE, logits, split, DecodingThresholds(threshold=threshold, merge_gap=gap), labels)
-        assert ours == evidence_reference(split, logits, labels, threshold, gap)
-        for spans, names in zip(ours, labels, strict=True):
-            assert {name for name, _, _ in spans} == set(names)
+@pytest.mark.parametrize("window", [1000, 5])
+@pytest.mark.parametrize(
+    ("threshold", "gap", "expected"),
+    [
+        (0.5, 0, [(3, 5), (9, 14), (21, 23)]),
+        (0.5, 1, [(3, 14), (21, 23)]),
+        (0.5, 2, [(3, 23)]),
+        (0.85, 0, [(3, 5)]),
+        (0.95, 0, [(3, 5)]),  # nothing is above, so the run of the largest above half of it
+        (0.95, 1, [(3, 14)]),
+    ],
+)
+def test_evidence_of_probabilities(threshold: float, gap: int, expected: list[Any], window: int) -> None:
+    split = make_split([example_of(WORDS)], window, overlap=2)
+    p = np.array([0.1, 0.9, 0.4, 0.6, 0.7, 0.2, 0.2, 0.8])
+    logits = spread(split, np.log(np.stack([p, 1 - p], 1) / np.stack([1 - p, p], 1)))
+    decision = DecodingThresholds(threshold=threshold, merge_gap=gap)
+    assert decode(EVIDENCE, logits, split, decision, [["a"]]) == [[("a", *span) for span in expected]]
+    assert decode(EVIDENCE, logits, split, decision, [[]]) == [[]]
 
 
 @pytest.mark.parametrize(
@@ -263,51 +202,38 @@ def test_decision_maximises_the_metric(task: Task, metric: str) -> None:
 
 
 def test_evidence_after_predicted_classes() -> None:
+    """Evidence comes first here, but is decided by the classes that the other task predicts."""
     labels = Task("labels", "multi_label", NAMES)
-    evidence = Task("evidence", "span_per_label", NAMES, evidence_for="labels")
-    both = {"labels", "evidence"}
-    rows = [
-        example_of("xx yy zz", labels={"labels": ["a"]}, spans={"a": [(3, 8)]}, annotated=both),
-        example_of("xx yy zz", labels={"labels": []}, annotated=both),
-    ]
-    split = make_split(rows)
-    logits = {
-        "labels": np.array([[-2, -5], [-4, -5]], np.float32),
-        "evidence": np.tile(np.array([[0], [-2], [1], [1], [0]], np.float32), (2, 2)),
-    }
-    # Evidence comes first, but is decided by the classes that the other task predicts.
-    tasks = (evidence, labels)
+    tasks = (Task("evidence", "span_per_label", NAMES, evidence_for="labels"), labels)
+    shared: dict[str, Any] = {"annotated": {"labels", "evidence"}}
+    found = example_of("xx yy zz", labels={"labels": ["a"]}, spans={"a": [(3, 8)]}, **shared)
+    split = make_split([found, example_of("xx yy zz", labels={"labels": []}, **shared)])
+    evidence = np.tile(np.array([[0], [-2], [1], [1], [0]], np.float32), (2, 2))
+    logits = {"labels": np.array([[-2, -5], [-4, -5]], np.float32), "evidence": evidence}
     predictions, decisions = decode_tasks(tasks, logits, split)
-    assert list(decisions) == ["evidence", "labels"]
     assert predictions == {"evidence": [[("a", 3, 8)], []], "labels": [["a"], []]}
     assert decode_tasks(tasks, logits, split, decisions) == (predictions, decisions)
     recall = decisions | {"labels": DecodingThresholds(threshold=0.001)}
     others, used = decode_tasks(tasks, logits, split, recall)
-    assert others["evidence"][1] != []
-    assert used == recall
+    assert (others["evidence"][1] != [], used) == (True, recall)
 
 
-@pytest.mark.parametrize(
-    ("task", "annotated"), [*((task, ()) for task in ALL), *((task, "t") for task in (SINGLE, NUMBER, SLOTS))]
-)
-def test_default_decision(task: Task, annotated: Iterable[str]) -> None:
-    split = make_split([example_of("x y", annotated=set(annotated))])
-    logits = np.ones(logits_shape(task, split), np.float32)
-    assert choose_decision(task, logits, split, [["a"]]) == DEFAULT
+@pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
+def test_default_decision_without_annotations(task: Task) -> None:
+    split = make_split([example_of("x y", annotated=set())])
+    assert choose_decision(task, random_logits(task, split), split, [["a"]]) == DEFAULT
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
 def test_nonfinite_logits(task: Task, value: float) -> None:
-    rng = np.random.default_rng(0)
     truth = {"single_label": "a", "regression": 1.0}.get(task.kind, ["a"])
     fields = {"labels": {"t": truth}, "spans": {name: [(0, 1)] for name in task.labels}}
-    rows = [example_of(row.text, **fields) for row in random_rows(rng, 6)]
-    split = make_split(rows, window=4, overlap=1)
-    logits = rng.normal(size=logits_shape(task, split)).astype(np.float32)
+    rows = [example_of(WORDS[:length], **fields) for length in (2, 8, 23)]
+    split, labels = make_split(rows, window=4, overlap=1), [["a"]] * 3
+    logits = random_logits(task, split)
     for share in (0.3, 1.0):
-        logits[rng.random(logits.shape) < share] = value
-        labels = [["a"]] * len(rows)
+        logits[np.random.default_rng(1).random(logits.shape) < share] = value
         decision = choose_decision(task, logits, split, labels)
         predictions = decode(task, logits, split, decision, labels)
         assert len(predictions) == len(rows)
@@ -317,7 +243,7 @@ def test_nonfinite_logits(task: Task, value: float) -> None:
 
 @pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
 def test_split_without_text(task: Task) -> None:
-    # A text of which truncation left the special tokens alone.
+    """Truncation may leave only the special tokens of a text."""
     split = make_window("x", [-1, -1], [-1, -1], is_text=False)
-    predictions = decode(task, np.full(logits_shape(task, split), -1.0, np.float32), split, DEFAULT, [["a"]])
+    predictions = decode(task, np.full_like(random_logits(task, split), -1.0), split, DEFAULT, [["a"]])
     assert predictions == [{"single_label": "a", "regression": 8.0}.get(task.kind, [])]

@@ -10,11 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from support.command_line import ROOT, SUPPORT
 from support.rank_checks import STEPS
-from support.tiny import tiny_batch
 from torch.distributed import TCPStore
-
-from hpo.training import distributed
-from hpo.training.distributed import rows_of_rank
 
 pytestmark = pytest.mark.slow
 
@@ -122,13 +118,3 @@ def test_resumed_trial_on_all_ranks(found: Found) -> None:
     first, second = (each["trials"]["weights"] for each in found[:2])
     assert first == second
     assert first[:STEPS] == first[STEPS : 2 * STEPS]
-
-
-def test_rows_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_ranks in (2, 3, 5):
-        monkeypatch.setattr(distributed, "world_size", lambda num_ranks=num_ranks: num_ranks)
-        rows: list[int] = []
-        for rank in range(num_ranks):
-            monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-            rows += rows_of_rank(tiny_batch(9)).windows_B.tolist()
-        assert rows == list(range(9))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support.tiny import (
     CPU,
     CPU_PRECISIONS,
@@ -32,21 +29,16 @@ from transformers import AutoModel
 from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
-from hpo.device import DeviceInfo
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
-from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.random_numbers import step_seed
-from hpo.tasks.example import Example
 from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
 from hpo.training.budget import Budget, TrainState
-from hpo.training.clock import CompileClock, TrainingClock
-from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import count_items, loss_sum
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import CompileClock, ThroughputMeter, TrainingClock
 from hpo.trial.executor import Executor
 from hpo.trial.parts import assemble, training_args
 
@@ -138,106 +130,57 @@ def test_losses_equal_a_plain_loop(executor: Executor, name: str) -> None:
     assert ours == pytest.approx(plain, rel=1e-5 if name == "fp32" else 2e-3)
 
 
-def plain_loss_and_gradients(
-    model: MultitaskModel, tokenizer: Any, texts: Sequence[Example], max_length: int
-) -> tuple[float, dict[str, Tensor]]:
-    """Return loss and gradients of the same weights in transformers' own model.
-
-    It has eager attention and the whole embedding table. All texts are padded to `max_length`.
-    """
-    config = deepcopy(model.encoder.config)
-    encoder = AutoModel.from_config(config, attn_implementation="eager", add_pooling_layer=False)
-    found = encoder.load_state_dict(model.encoder.state_dict(), strict=False)
-    assert not found.missing_keys
-    assert all(key.startswith("pooler.") for key in found.unexpected_keys)
-    heads = [deepcopy(head[-1]) for head in model.heads]
-    padding = {"truncation": True, "max_length": max_length, "padding": "max_length"}
-    inputs = tokenizer(
-        [row.text for row in texts], **padding, return_tensors="pt", return_token_type_ids=False
-    )
-    hidden = encoder.train()(**inputs).last_hidden_state
-    mask = inputs["attention_mask"][:, :, None].float()
-    pooled = (hidden * mask).sum(1) / mask.sum(1)
-    loss = torch.zeros(())
-    for task, head in zip(model.tasks, heads, strict=True):
-        logits, values = head(pooled), [row.labels[task.name] for row in texts]
-        if task.kind == "multi_label":
-            truth = torch.tensor([[float(name in held) for name in task.labels] for held in values])
-            loss = loss + F.binary_cross_entropy_with_logits(logits, truth, reduction="sum") / len(texts)
-        elif task.kind == "single_label":
-            loss = loss + F.cross_entropy(logits, torch.tensor([task.labels.index(v) for v in values]))
-        else:
-            truth = (torch.tensor(values) - task.target_mean) / task.target_std
-            loss = loss + F.mse_loss(logits[:, 0], truth)
-    loss.backward()
-    gradients = {f"encoder.{name}": p.grad for name, p in encoder.named_parameters()}
-    for number, head in enumerate(heads):
-        gradients |= {f"heads.{number}.{name}": p.grad for name, p in head.named_parameters()}
-    return loss.item(), gradients
-
-
 @pytest.mark.parametrize(
     ("encoder", "micro_batch_size"), [("minilm", 5), (ENCODER, 16)], ids=["minilm", "fresh"]
 )
 def test_loss_and_gradients_equal_plain_transformers(
     encoder: Any, micro_batch_size: int, tmp_path: Path
 ) -> None:
-    """In fp32 without dropout, our attention, embedding table and padding change nothing."""
+    """In fp32 without dropout, our attention, embedding table and padding change nothing.
+
+    The plain model has eager attention and the whole embedding table; all its texts have `max_length`.
+    """
     executor = tiny_executor(tmp_path, model={"encoder": encoder})
     executor.loader.tasks = tuple(task for task in executor.tasks if task.level == "sequence")
     nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
     config = config_of(executor, **nothing, max_length=64, batch_size=16)
     split, tokenizer = executor.loader.tokens("train", config), executor.loader.tokenizer(config)
     parts = assemble(executor.study, config, Resolution("fp32", "fp32", "native"), executor.loader)
-    model = parts.model
+    model = parts.model.train()
     for head in model.heads:  # larger than at their start, so that the encoder's gradients are not tiny
         nn.init.normal_(head[-1].weight, std=0.2)
     assert model.encoder.config._attn_implementation == "hpo_sdpa"
-    windows = np.argsort(split.lengths_W, kind="stable")[:16]
-    texts = [split.examples[int(split.window_example_W[w])] for w in sorted(windows)]
-    plain_loss, plain = plain_loss_and_gradients(model, tokenizer, texts, max_length=64)
+    plain = deepcopy(model)
+    plain.encoder = AutoModel.from_config(deepcopy(model.encoder.config), attn_implementation="eager")
+    plain.encoder.load_state_dict(model.encoder.state_dict())
 
+    windows = np.argsort(split.lengths_W, kind="stable")[:16]
     compact_vocabulary(model, "adamw", split.used_ids)
     embedding: Any = model.encoder.get_input_embeddings()
     assert isinstance(embedding, CompactEmbedding)
     batch = collate(split, windows, model.tasks, parts.data.pad_id)
     assert batch.input_ids_BL.shape[1] < 64
+    texts = [split.examples[int(split.window_example_W[w])].text for w in batch.windows_B]
+    padding = {"truncation": True, "max_length": 64, "padding": "max_length"}
+    inputs = tokenizer(texts, **padding, return_tensors="pt")
+    logits = plain(inputs["input_ids"], inputs["attention_mask"])
+    plain_loss = parts.loss_fn(logits, batch, parts.loss_fn.count(batch), 1.0)
+    plain_loss.backward()
     state = TrainState(micro_batch_size=micro_batch_size)
-    loss = accumulate_gradients(
-        Learner(model.train(), parts.loss_fn, amp_of("fp32")), batch, config.seed, state
-    )
+    loss = accumulate_gradients(Learner(model, parts.loss_fn, amp_of("fp32")), batch, config.seed, state)
 
-    assert float(loss) == pytest.approx(plain_loss, rel=1e-5)
-    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    ours = {re.sub(r"^heads\.(\d+)\.\d+\.", r"heads.\1.", name): grad for name, grad in ours.items()}
-    assert ours.keys() == plain.keys()
-    table = plain["encoder.embeddings.word_embeddings.weight"]
-    used_rows = table[embedding.used_ids]
-    assert table.count_nonzero() == used_rows.count_nonzero(), "the other rows have no gradient"
-    one_more = table.new_zeros(1, table.shape[1])
-    plain["encoder.embeddings.word_embeddings.weight"] = torch.cat([used_rows, one_more])
-    largest = max(float(grad.abs().max()) for grad in plain.values())
+    assert float(loss) == pytest.approx(plain_loss.item(), rel=1e-5)
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    name = "encoder.embeddings.word_embeddings.weight"
+    used_rows = expected[name][embedding.used_ids]
+    assert expected[name].count_nonzero() == used_rows.count_nonzero(), "the other rows have no gradient"
+    expected[name] = torch.cat([used_rows, used_rows.new_zeros(1, used_rows.shape[1])])
+    largest = max(float(grad.abs().max()) for grad in expected.values())
     assert largest > 0.1
-    for name, expected in plain.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5 * largest, msg=name)
-
-
-@pytest.mark.parametrize(
-    ("budget", "state", "used"),
-    [
-        ({"epochs": 2}, TrainState(step=5), 0.25),
-        ({"epochs": 0.5}, TrainState(step=5), 1.0),
-        ({"epochs": 0.01}, TrainState(step=1), 1.0),
-        ({"max_steps": 20}, TrainState(step=5), 0.25),
-        ({"max_seconds": 8}, TrainState(step=5, train_seconds=2), 0.25),
-    ],
-)
-def test_used_share_of_a_budget(
-    budget: dict[str, Any], state: TrainState, used: float, tmp_path: Path
-) -> None:
-    study = tiny_study(tmp_path, training=budget | {"batch_size": 8})
-    args = training_args(study, build_trial_config(study, {}, "fp32"), num_windows=78)
-    assert args.budget.used(state) == pytest.approx(used)
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 def evenly(count: int) -> tuple[Fraction, ...]:
@@ -254,9 +197,41 @@ def test_exact_steps_of_evaluations(num_steps: int) -> None:
             if due > state.num_evaluations:
                 made.append(state.step)
             state.num_evaluations = due
-        expected = {math.ceil(Fraction(n * num_steps, count)) for n in range(1, count + 1)}
-        assert made == sorted(expected), count
+        assert made == sorted({math.ceil(Fraction(n * num_steps, count)) for n in range(1, count + 1)}), count
         assert state.num_evaluations == count
+
+
+def test_clocks_of_steps_evaluations_and_compilation(
+    executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps take a second. An evaluation queues two seconds on the device; decoding takes eight."""
+    state, meter, compiler = TrainState(), ThroughputMeter(CPU, warmup_steps=0), CompileClock()
+    queued = [0.0]
+
+    def first(name: str, action: Callable[[], None]) -> None:
+        function = getattr(loop_module, name)
+        monkeypatch.setattr(loop_module, name, lambda *args, **more: (action(), function(*args, **more))[1])
+
+    def spend(seconds: float, compiling: float = 0.0) -> None:
+        now[0] += seconds + compiling
+        compiler.seconds += compiling
+        compiler.num_interruptions += compiling > 0
+
+    def forward() -> None:
+        spend(0.0, 1000.0)
+        queued[0] = 2.0
+
+    first("apply_gradients", lambda: spend(1.0, 1000.0 * (state.step == 1)))
+    first("predict_logits", forward)
+    first("decode_tasks", lambda: spend(8.0))
+    first("synchronize", lambda: spend(queued.pop() if queued else 0.0) or queued.append(0.0))
+    clock = TrainingClock(state, meter, compiler)
+    (last,) = train_for(executor, Budget(max_seconds=4.5), 1, clock=clock).evaluations
+    assert (state.step, state.train_seconds, compiler.seconds) == (5, 5.0, 2000.0)
+    assert (state.evaluation_seconds, state.evaluation_scoring_seconds) == (10.0, 8.0)
+    num_examples = len(executor.loader.tokens("validation", config_of(executor)).examples)
+    assert last.examples_per_second == num_examples / 2
+    assert (meter.totals().seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
 
 
 def test_evaluations_of_a_budget_in_seconds() -> None:
@@ -265,71 +240,11 @@ def test_evaluations_of_a_budget_in_seconds() -> None:
         assert budget.evaluations_due(TrainState(train_seconds=seconds), evenly(4)) == due
 
 
-def train_for_seconds(
-    executor: Executor,
-    monkeypatch: pytest.MonkeyPatch,
-    clock: TrainingClock,
-    on_step: Callable[[], None],
-    on_evaluation: Callable[[], None],
-    num_evaluations: int,
-) -> list[Evaluation]:
-    def do_first(action: Callable[[], None], name: str) -> None:
-        function = getattr(loop_module, name)
-        monkeypatch.setattr(loop_module, name, lambda *args, **more: (action(), function(*args, **more))[1])
-
-    do_first(on_step, "apply_gradients")
-    do_first(on_evaluation, "predict_logits")
-    return train_for(executor, Budget(max_seconds=4.5), num_evaluations, clock=clock).evaluations
-
-
-def test_compilation_is_not_training(
-    executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, meter, compiler = TrainState(), ThroughputMeter(CPU, warmup_steps=0), CompileClock()
-
-    def spend(seconds: float, compiling: float) -> None:
-        now[0] += seconds + compiling
-        compiler.seconds += compiling
-        compiler.num_interruptions += compiling > 0
-
-    (last,) = train_for_seconds(
-        executor,
-        monkeypatch,
-        TrainingClock(state, meter, compiler),
-        lambda: spend(1.0, 1000.0 * (state.step == 1)),
-        lambda: spend(2.0, 1000.0),
-        num_evaluations=1,
-    )
-    assert compiler.seconds == 2000.0
-    assert (state.step, state.train_seconds, state.evaluation_seconds) == (5, 5.0, 2.0)
-    assert (
-        last.examples_per_second
-        == len(executor.loader.tokens("validation", config_of(executor)).examples) / 2
-    )
-    assert (meter.totals().seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
-
-
-def test_evaluation_rate_of_forward_passes(
-    executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps take a second. An evaluation queues two seconds on the device; decoding takes eight."""
-    state, queued = TrainState(), [0.0]
-
-    def wait(_device: DeviceInfo) -> None:
-        now[0] += queued[0]
-        queued[0] = 0.0
-
-    def spend(seconds: list[float], more: float) -> None:
-        seconds[0] += more
-
-    decode = loop_module.decode_tasks
-    monkeypatch.setattr(loop_module, "synchronize", wait)
-    monkeypatch.setattr(
-        loop_module, "decode_tasks", lambda *args, **more: (spend(now, 8.0), decode(*args, **more))[1]
-    )
-    clock = TrainingClock(state, ThroughputMeter(CPU))
-    step, forward = partial(spend, now, 1.0), partial(spend, queued, 2.0)
-    first, last = train_for_seconds(executor, monkeypatch, clock, step, forward, 2)
-    num_examples = len(executor.loader.tokens("validation", config_of(executor)).examples)
-    assert first.examples_per_second == last.examples_per_second == num_examples / 2
-    assert (state.evaluation_seconds, state.evaluation_scoring_seconds) == (20.0, 16.0)
+@pytest.mark.parametrize(
+    ("budget", "used"),
+    [({"epochs": 2}, 0.25), ({"epochs": 0.5}, 1.0), ({"max_steps": 20}, 0.25), ({"max_seconds": 8}, 0.25)],
+)
+def test_used_share_of_a_budget(budget: dict[str, Any], used: float, tmp_path: Path) -> None:
+    study = tiny_study(tmp_path, training=budget | {"batch_size": 8})
+    args = training_args(study, build_trial_config(study, {}, "fp32"), num_windows=78)
+    assert args.budget.used(TrainState(step=5, train_seconds=2)) == pytest.approx(used)

@@ -16,15 +16,20 @@ from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpo.errors import ModelError
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
 from hpo.training import float32_optimizer
 from hpo.training.float32_optimizer import Float32Optimizer
 from hpo.training.loop import apply_gradients
-from hpo.training.optim import OPTIMIZERS, build_optimizer, is_fused, parameter_groups
-from hpo.training.schedule import schedule_factor, set_learning_rate
+from hpo.training.optim import (
+    OPTIMIZERS,
+    build_optimizer,
+    is_fused,
+    parameter_groups,
+    schedule_factor,
+    set_learning_rate,
+)
 
 
 def rates(model: MultitaskModel, **settings: Any) -> dict[str, float]:
@@ -62,13 +67,6 @@ def test_layerwise_decay() -> None:
             assert rate == 0.1 * 0.5 ** (3 - layer), name
         else:
             assert rate == 0.3, name
-
-
-def test_layerwise_decay_needs_layers() -> None:
-    albert = make_model({**BERT, "model_type": "albert", "embedding_size": 16})
-    assert set(rates(albert, learning_rate=1.0).values()) == {1.0}
-    with pytest.raises(ModelError, match="layerwise_lr_decay at 1"):
-        parameter_groups(albert, learning_rate=1.0, layerwise_lr_decay=0.9)
 
 
 def gradients_for(shape: tuple[int, ...], steps: int, seed: int = 1) -> list[Tensor]:
@@ -171,21 +169,6 @@ def test_bf16_weights_step_in_fp32(name: str, chunk_elements: int, monkeypatch: 
     assert [(stand_in.numel(), stand_in.grad) for stand_in in stand_ins] == [(0, None)] * 2, (
         "no memory is held"
     )
-
-
-def test_weights_of_both_dtypes() -> None:
-    long, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    short, unused = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
-    optimizer = build_optimizer("adamw", [parameter_group(long, short, unused, lr=0.1)])
-    reference = build_optimizer("adamw", [parameter_group(plain, lr=0.1)])
-    for _ in range(3):
-        for weight in (long, short, plain):
-            weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        reference.step()
-    assert torch.equal(long, plain)
-    assert torch.allclose(short.float(), plain, atol=1e-2)
-    assert torch.equal(unused, torch.ones(3, dtype=torch.bfloat16))
 
 
 STATES = [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16"), ("adamw", "int8")]

@@ -26,24 +26,8 @@ class ConvNet(nn.Module):
         return {"logits": self.last(hidden.mean((2, 3)))}
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, num_layers=2, dropout=0.5)
-        self.last = nn.Linear(8, 1)
-
-    def forward(self, values: Tensor) -> Tensor:
-        out: Tensor = self.last(self.lstm(values)[0])
-        return out
-
-
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0])["logits"], batch[1])
-
-
-def mean(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = model(batch).mean()
-    return loss
 
 
 def images() -> tuple[Tensor, Tensor]:
@@ -67,18 +51,10 @@ def test_convnet_computes_in_the_requested_precision(precision: str) -> None:
     assert found.gradient_cosine is not None
     assert 0.99 < found.gradient_cosine < 1.0
     assert check.costs is not None
-    assert check.costs.speed_ratio > 0
     assert f"{precision}: ok" in str(check)
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_recurrent_module_keeps_its_dropout() -> None:
-    model = Recurrent().train()
-    check = hpo.check_precision(model, mean, torch.randn(5, 2, 4), "fp32")
-    assert (check.verdict, check.measurement.logits_relative_error) == ("ok", {"output": 0.0})
-    assert (model.lstm.dropout, model.lstm.training) == (0.5, True)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +63,7 @@ def test_recurrent_module_keeps_its_dropout() -> None:
         (ConvNet(), cross_entropy, "bf61", r"precision: .*bf61.*"),
         (ConvNet(), cross_entropy, "fp8", "`fp8` needs CUDA"),
         (ConvNet().bfloat16(), cross_entropy, "bf16", r"there are 6 in torch.bfloat16. transformers loads"),
-        (nn.Identity(), mean, "bf16", "got no weights"),
+        (nn.Identity(), cross_entropy, "bf16", "got no weights"),
         (ConvNet(), lambda model, batch: model(batch[0])["logits"], "bf16", "must give a scalar tensor"),
         (ConvNet(), lambda _model, _batch: torch.tensor(1.0), "bf16", "depends on the model's weights"),
     ],
@@ -98,29 +74,15 @@ def test_invalid_arguments(model: Any, loss: Any, precision: str, said: str) -> 
 
 
 def test_batch_norm_uses_the_statistics_of_the_batch() -> None:
-    """On the statistics of the batch: with fresh running ones nothing is normalised."""
+    """With fresh running statistics nothing is normalised. A model called in parts has only its loss."""
     layers = [layer for _ in range(12) for layer in (nn.Linear(16, 16), nn.BatchNorm1d(16))]
-    model = nn.Sequential(*layers).train()
-    with torch.no_grad():
-        for layer in layers[::2]:
-            layer.weight.mul_(40)
+    model = nn.Sequential(nn.Sequential(*layers)).train()
+    for layer in layers[::2]:
+        nn.init.normal_(layer.weight, std=10)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     check = hpo.check_precision(
-        model, lambda model, batch: model(batch).square().mean(), torch.randn(8, 16), "fp16"
+        model, lambda model, batch: model[0](batch).square().mean(), torch.randn(8, 16), "fp16"
     )
     assert check.measurement.finite, check
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_model_called_in_parts_has_its_loss() -> None:
-    model = ConvNet()
-    check = hpo.check_precision(
-        model, lambda model, batch: model.last(batch).square().mean(), torch.randn(4, 8), "bf16-mixed"
-    )
     assert [*check.measurement.logits_relative_error] == ["loss"]
-    assert check.verdict == "ok"
-
-
-def test_error_of_the_loss_is_raised() -> None:
-    with pytest.raises(KeyError, match="nothing"):
-        hpo.check_precision(ConvNet(), lambda model, batch: model(batch)["nothing"], images()[0], "bf16")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

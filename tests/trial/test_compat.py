@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED, tiny_executor
+from support.tiny import CPU, EMULATED, tiny_executor, tiny_model
+from support.tiny_loop import accumulate
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,10 +21,9 @@ import hpo.models.encoder
 import hpo.trial.compat
 from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo
-from hpo.precision.amp import MixedPrecision
+from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.table import PRECISIONS
-from hpo.training.loop import Learner, forward_backward
-from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge, measure_parts
+from hpo.trial.compat import cache_key, check_compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
 from hpo.trial.parts import TrialParts, build_trial
@@ -61,38 +61,25 @@ def test_fault_on_padding_is_found(tmp_path: Path, name: str) -> None:
 def test_cache_key_has_every_condition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention with dropout has a kernel of its own; its rate does not matter: the check drops nothing."""
     executor = tiny_executor(tmp_path)
-    settings: tuple[dict[str, Any], ...] = (
-        {},
-        {"attention_dropout": 0.0},
-        {"attention_dropout": 0.1},
-        {"attention": "eager"},
-        {"pooling": "max"},
-        {"max_length": 32},
-        {"label_smoothing": 0.1},
-    )
-    keys = [key_of(executor, **changed) for changed in settings]
+    names = ("attention_dropout", "attention", "pooling", "max_length", "label_smoothing")
+    settings = [{name: value} for name, value in zip(names, (0.1, "eager", "max", 32, 0.1), strict=True)]
+    keys = [key_of(executor, **changed) for changed in ({}, {"attention_dropout": 0.0}, *settings)]
     assert key_of(executor, attention_dropout=0.2) == keys[2]
     assert key_of(executor, learning_rate=1e-5) == keys[0]
     assert key_of(executor, replace(CPU, host="elsewhere", total_memory_bytes=1)) == keys[0]
-    keys += [
-        key_of(executor, device)
-        for device in (
-            replace(CPU, name="another CPU"),
-            replace(CPU, cpu_features=frozenset({"amx_bf16"})),
-            replace(CPU, type="cuda", compute_capability=(9, 0)),
-            replace(CPU, cuda_version="13.0"),
-            replace(CPU, rocm_version="7.1"),
-            replace(CPU, type="cuda", gcn_arch="gfx90a"),
-            replace(CPU, type="cuda", gcn_arch="gfx942"),
-        )
+    devices: list[dict[str, Any]] = [
+        {"name": "another CPU"},
+        {"cpu_features": frozenset({"amx_bf16"})},
+        {"type": "cuda", "compute_capability": (9, 0)},
+        {"cuda_version": "13.0"},
+        {"rocm_version": "7.1"},
+        {"type": "cuda", "gcn_arch": "gfx90a"},
+        {"type": "cuda", "gcn_arch": "gfx942"},
     ]
-    for target, value in (
-        ("hpo.trial.compat.MEASUREMENT_VERSION", 10**6),
-        ("hpo.trial.compat.torch.__version__", "9.9"),
-        ("hpo.trial.compat.transformers.__version__", "9.9"),
-    ):
+    keys += [key_of(executor, replace(CPU, **changed)) for changed in devices]
+    for name in ("MEASUREMENT_VERSION", "torch.__version__", "transformers.__version__"):
         with monkeypatch.context() as patch:
-            patch.setattr(target, value)
+            patch.setattr(f"hpo.trial.compat.{name}", 10**6 if name.isupper() else "9.9")
             keys.append(key_of(executor))
     for name, setting in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("NVIDIA_TF32_OVERRIDE", "1")):
         with monkeypatch.context() as patch:
@@ -123,10 +110,6 @@ class Cache:
         return result
 
 
-def check(executor: Executor, cache: Cache) -> Compatibility:
-    return check_compatibility(parts_of(executor), cache)
-
-
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as FlashAttention's: in fp16 and bf16 alone, and zero behind the end of a text."""
@@ -146,14 +129,10 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("flash")
 def test_flash_attention_is_compared_with_sdpa(tmp_path: Path) -> None:
-    training = {"max_steps": 1, "max_length": 64, "attention": "flash"}
-    executor = tiny_executor(tmp_path, training=training)
-    executor.check_study()
+    executor = tiny_executor(tmp_path, training={"max_steps": 1, "max_length": 64, "attention": "flash"})
     found = check_compatibility(parts_of(executor, fp_precision="bf16"), None)
     assert (found.verdict, found.reasons) == ("ok", ())
     assert found.measurement.gradient_cosine
-    result = executor.run({"fp_precision": "bf16"}, None, "")
-    assert (result.outcome, result.reason) == ("complete", "")
     refused = executor.run({"fp_precision": "fp32"}, None, "")
     assert (refused.outcome, "only support fp16 and bf16" in refused.reason) == ("incompatible", True)
 
@@ -179,38 +158,26 @@ def test_compiler_is_at_fault_if_it_breaks_fp32_too(
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
-def test_repeat_counts_only_if_fp32_is_finite(name: str, tmp_path: Path) -> None:
+def test_repeat_counts_only_if_fp32_is_finite(name: str) -> None:
     """Otherwise the trial would end by the limit of repeats, though the same trial in fp32 would go on."""
-    parts = parts_of(tiny_executor(tmp_path), fp_precision=name)
-    parts.prepare()
-    parts.model.register_forward_hook(
+    model = prepare_model(tiny_model(), PRECISIONS[name])
+    model.register_forward_hook(
         lambda _model, _inputs, logits: {task: value * torch.nan for task, value in logits.items()}
     )
-    config = EMULATED.model_copy(update={"fallback_to_fp32": True})
-    mixed_precision = MixedPrecision(PRECISIONS[name], config, CPU)
-    batch = parts.batch(2)
-    learner = Learner(parts.model, parts.loss_fn, mixed_precision)
-    loss = forward_backward(learner, batch, parts.loss_fn.count(batch), 1.0)
-    assert (mixed_precision.step_fallbacks, bool(loss.isfinite())) == (0, False)
+    amp = MixedPrecision(PRECISIONS[name], EMULATED.model_copy(update={"fallback_to_fp32": True}), CPU)
+    assert not accumulate(model, amp).isfinite()
+    assert amp.step_fallbacks == 0
 
 
-def test_measurement_is_cached(tmp_path: Path) -> None:
-    executor, cache = tiny_executor(tmp_path), Cache()
-    first, second = check(executor, cache), check(executor, cache)
-    assert (first.verdict, first.cached, second.cached) == ("ok", False, True)
-    assert second.measurement == first.measurement
-    assert not {"seconds", "speed_ratio", "memory_ratio"} & first.telemetry().keys(), (
-        "it measures errors only"
-    )
-
-
-def test_check_without_fp32_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_whole_measurements_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, cache = tiny_executor(tmp_path), Cache()
     alone = Measurement("fp32", reference_fits=False)
-    monkeypatch.setattr("hpo.trial.compat.measure", lambda *_: alone)
-    assert check(executor, cache).measurement == alone
-    monkeypatch.undo()
-    assert check(executor, cache).measurement.gradient_cosine == pytest.approx(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpo.trial.compat.measure", lambda *_: alone)
+        assert check_compatibility(parts_of(executor), cache).measurement == alone
+    first, second = (check_compatibility(parts_of(executor), cache) for _ in range(2))
+    assert (first.verdict, first.cached, second.cached) == ("ok", False, True)
+    assert second.measurement == first.measurement
     assert len(cache.stored) == 1
 
 

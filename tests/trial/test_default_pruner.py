@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,14 @@ from hpo.trial.telemetry import Callbacks
 TRAINING = {"batch_size": 8, "max_length": 64, "dropout": 0.0}
 
 
-def write_without_pruner(folder: Path, epochs: float, **changes: Any) -> Path:
-    """A study of 48 rows to train on and 24 to evaluate: an evaluation costs 1/6 of an epoch."""
+def fitted(folder: Path, epochs: float, **changes: Any) -> tuple[StudyConfig, str]:
+    """48 rows to train on and 24 to evaluate: an evaluation costs 1/6 of an epoch."""
     path = write_study(folder, training={**TRAINING, "epochs": epochs}, **changes)
     content = yaml.safe_load(path.read_text())
     if "pruner" not in changes:
         del content["pruner"]
     path.write_text(yaml.safe_dump(content))
-    return path
-
-
-def fitted(folder: Path, epochs: float, **changes: Any) -> tuple[StudyConfig, str]:
-    config = load_study(write_without_pruner(folder, epochs, **changes))
-    return fit_pruner(config, tiny_executor(folder, CPU).dataset)
+    return fit_pruner(load_study(path), tiny_executor(folder, CPU).dataset)
 
 
 @pytest.mark.parametrize(("epochs", "name"), [(1, "none"), (1.5, "none"), (2, "promote"), (20, "promote")])
@@ -50,15 +44,12 @@ def test_pruner_of_the_file_stays(tmp_path: Path, name: str) -> None:
 
 def test_disk_space_of_a_paused_trial(tmp_path: Path) -> None:
     """Its checkpoints have the weights to continue from, the state of the optimizer and the best weights."""
-    executor = tiny_executor(tmp_path, CPU, training=TRAINING | {"max_steps": 4})
 
     def pause(_: Any) -> None:
         raise Paused("a test")
 
-    folder = tmp_path / "trial"
-    evaluation = executor.study.evaluation.model_copy(update={"per_trial": 2})
-    config = executor.study.with_values(evaluation=evaluation)
-    executor.resolved = replace(executor.resolved, config=config)
+    training, folder = TRAINING | {"max_steps": 4}, tmp_path / "trial"
+    executor = tiny_executor(tmp_path, CPU, training=training, evaluation={"per_trial": 2})
     result = executor.run({"learning_rate": 1e-3}, folder, "key", Callbacks(on_evaluation=pause))
     assert result.outcome == "paused"
     on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

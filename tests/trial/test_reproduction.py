@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +14,11 @@ import torch
 from support.resumed_trials import weights_of
 from support.tiny import tiny_executor
 
-from hpo.errors import Preempted
 from hpo.training.checkpoint import bits_digest
 from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
-from hpo.trial.reproduction import RecordedTrial, Reproduction, reproduce
-from hpo.trial.telemetry import Callbacks
+from hpo.trial.reproduction import reproduce
+from hpo.trial.telemetry import Callbacks, StoredTrial
 
 PARAMS = {"learning_rate": 5e-4, "fp_precision": "fp32"}
 
@@ -31,80 +32,56 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
 
 def recorded(
     executor: Executor, folder: Path, params: Mapping[str, Any] = PARAMS, stop_after: int = 0
-) -> RecordedTrial:
+) -> StoredTrial:
     """Run a trial and return its record. With `stop_after` it is stopped and resumed after a few steps."""
     evaluations: dict[int, Mapping[str, Any]] = {}
 
     def note(scored: Evaluation) -> None:
-        metrics = scored.metrics
-        evaluations[scored.step] = {"score": scored.values[0], **metrics}
-
-    def stop(progress: Any) -> None:
-        if progress.step == stop_after:
-            raise Preempted("stopped")
+        evaluations[scored.step] = {"score": scored.values[0], **scored.metrics}
 
     if stop_after:
-        stopped = executor.run(params, folder, "trial", Callbacks(note, on_progress=stop))
-        assert stopped.outcome == "preempted"
+        asked = itertools.count(1)
+        stopping = Callbacks(note, should_stop=lambda: next(asked) == stop_after)
+        assert executor.run(params, folder, "trial", stopping).outcome == "preempted"
     result = executor.run(params, folder, "trial", Callbacks(note))
     assert result.outcome == "complete", result.reason
-    return RecordedTrial(7, params, result.telemetry, evaluations)
+    return StoredTrial(7, params, result.telemetry, evaluations=evaluations)
 
 
 @pytest.fixture(scope="module")
-def record(executor: Executor, tmp_path_factory: pytest.TempPathFactory) -> RecordedTrial:
+def record(executor: Executor, tmp_path_factory: pytest.TempPathFactory) -> StoredTrial:
     return recorded(executor, tmp_path_factory.mktemp("checkpoints") / "trial")
 
 
-def changed(record: RecordedTrial, **telemetry: Any) -> RecordedTrial:
-    return replace(record, telemetry={**record.telemetry, **telemetry})
-
-
-def check_same(found: Reproduction) -> None:
+@pytest.mark.parametrize("stop_after", [0, 4])
+def test_trial_is_reproduced(executor: Executor, tmp_path: Path, stop_after: int) -> None:
+    record = recorded(executor, tmp_path / "trial", stop_after=stop_after)
+    assert record.telemetry["num_steps"] == 6
+    found = reproduce(executor, record, tmp_path / "again")
     assert found.same, found.text()
     assert (found.outcome, found.weights, found.results, found.conditions) == ("complete", "same", (), ())
     assert "is reproduced bit for bit" in found.text()
-
-
-def test_trial_is_reproduced(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
-    assert record.telemetry["num_steps"] == 6
-    found = reproduce(executor, record, tmp_path / "again")
-    check_same(found)
     assert found.num_evaluations == 2
     assert bits_digest(weights_of(tmp_path / "again")) == record.telemetry["weights_digest"]
     assert found.as_json()["same"] is True
+    assert found.cautions == (("The trial was resumed at step 3.",) if stop_after else ())
 
 
-def test_resumed_trial_is_reproduced(executor: Executor, tmp_path: Path) -> None:
-    record = recorded(executor, tmp_path / "trial", stop_after=4)
-    assert record.telemetry["resumed_from_step"] == 4
-    found = reproduce(executor, record, tmp_path / "again")
-    check_same(found)
-    assert found.cautions == ("The trial was resumed at step 4.",)
-
-
-def test_different_bit_of_a_metric(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+def test_different_bit_of_a_metric(executor: Executor, record: StoredTrial, tmp_path: Path) -> None:
     step, metrics = max(record.evaluations.items())
     task, of_task = next((name, of) for name, of in metrics.items() if isinstance(of, Mapping) and of)
     name, value = next(iter(of_task.items()))
-    last_bit = float(torch.nextafter(torch.tensor(value, dtype=torch.float64), torch.tensor(2.0).double()))
-    other = {**metrics, task: {**of_task, name: last_bit}}
-    found = reproduce(
-        executor, replace(record, evaluations={**record.evaluations, step: other}), tmp_path / "again"
-    )
+    last_bit = math.nextafter(value, 2.0)
+    evaluations = {**record.evaluations, step: {**metrics, task: {**of_task, name: last_bit}}}
+    found = reproduce(executor, replace(record, evaluations=evaluations), tmp_path / "again")
     (difference,) = found.results
-    assert not found.same
-    assert found.weights == "same"
-    assert (difference.name, difference.recorded, difference.now) == (
-        f"evaluation 2: {task}/{name}",
-        last_bit,
-        value,
-    )
+    assert (found.same, found.weights) == (False, "same")
+    label = f"evaluation 2: {task}/{name}"
+    assert (difference.name, difference.recorded, difference.now) == (label, last_bit, value)
 
 
 def test_budget_of_seconds_is_reproduced_in_steps(executor: Executor, tmp_path: Path) -> None:
-    params = {**PARAMS, "max_seconds": 0.2}
-    record = recorded(executor, tmp_path / "trial", params)
+    record = recorded(executor, tmp_path / "trial", {**PARAMS, "max_seconds": 0.2})
     found = reproduce(executor, record, tmp_path / "again")
     assert found.outcome == "complete"
     assert "num_steps" not in [one.name for one in found.conditions]
@@ -117,9 +94,8 @@ def test_recorded_fp32_parts_are_used(executor: Executor, tmp_path: Path) -> Non
     params = {**PARAMS, "fp_precision": "bf16", "fp32_parts": ["heads"]}
     record = recorded(executor, tmp_path / "trial", params)
     searched = replace(record, params={**params, "fp32_parts": "auto"})
-    found = reproduce(executor, searched, tmp_path / "again")
-    assert found.same, found.text()
-    other = changed(record, fp32_parts={"resolved": []})
+    assert reproduce(executor, searched, tmp_path / "again").same
+    other = replace(record, telemetry={**record.telemetry, "fp32_parts": {"resolved": []}})
     found = reproduce(executor, other, tmp_path / "other")
     assert (found.same, found.weights) == (False, "different")
 

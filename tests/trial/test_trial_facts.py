@@ -1,52 +1,77 @@
-"""The observed precision in a trial's record."""
+"""The observed precision in a trial's record, and a trial's model on its way to the device."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from support.every_kind import WINDOWS, write_every_kind
+from support.observed_products import wide_in_training
 from support.tiny import CPU, altered_executor
+from support.tiny_encoders import BERT
+from support.tiny_loop import config_of
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from hpo.config.resolved_study import resolve_study
+from hpo.config.study_config import load_study
 from hpo.trial.compat import checked_on
-
-TRAINING = {"max_steps": 2, "batch_size": 4, "max_length": 32}
-
-
-class WideInTraining(nn.Linear):
-    """fp32 inside, and nothing of it to be seen at its output."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(inputs)
-        with torch.autocast("cpu", enabled=False):
-            return F.linear(inputs.float(), self.weight.float(), self.bias.float()).to(torch.bfloat16)
-
-
-def run(folder: Path, layer: type[nn.Linear]) -> dict[str, Any]:
-    """Run a trial in bf16 with one layer of this class; return its telemetry."""
-
-    def plant(model: Any) -> None:
-        model.encoder.encoder.layer[0].output.dense.__class__ = layer
-
-    executor = altered_executor(folder, plant, training=TRAINING)
-    result = executor.run({"fp_precision": "bf16", "learning_rate": 1e-4}, None, "")
-    assert result.outcome == "complete", result.reason
-    return dict(result.telemetry)
+from hpo.trial.executor import Executor
 
 
 def test_trial_records_a_layer_in_another_precision(tmp_path: Path) -> None:
-    telemetry = run(tmp_path, WideInTraining)
-    found = telemetry["precision"]
-    assert (found["agrees"], found["effective"]) == (False, "bf16")
+    def plant(model: Any) -> None:
+        dense = model.encoder.encoder.layer[0].output.dense
+        dense.forward = lambda inputs: wide_in_training(dense, inputs, dense.weight)
+
+    training = {"max_steps": 2, "batch_size": 4, "max_length": 32}
+    executor = altered_executor(tmp_path, plant, training=training)
+    result = executor.run({"fp_precision": "bf16", "learning_rate": 1e-4}, None, "")
+    assert result.outcome == "complete", result.reason
+    found, check = result.telemetry["precision"], result.telemetry["compatibility"]
+    assert (found["agrees"], found["effective"], check["verdict"]) == (False, "bf16", "degraded")
     said = "encoder.encoder.layer.0.output.dense.weight (float32)."
     assert said in found["reason"]
+    assert said in check["disagreement"]
     products = found["observed"]["linear_products"]
-    assert products.pop("bfloat16") > 5
-    assert sum(products.values()) == 1
-    assert telemetry["compatibility"]["verdict"] == "degraded"
-    assert said in telemetry["compatibility"]["disagreement"]
-    assert telemetry["compatibility"]["checked_on"] == checked_on(CPU), "the sampler goes by it"
-    assert isinstance(telemetry["environment"], dict)
+    assert (products.pop("bfloat16") > 5, sum(products.values())) == (True, 1)
+    assert check["checked_on"] == checked_on(CPU), "the sampler goes by it"
+    assert isinstance(result.telemetry["environment"], dict)
+
+
+class Moved(TorchDispatchMode):
+    """Keeps every new tensor on the device `meta`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        tensors = (one for one in tree_leaves(output) if isinstance(one, Tensor))
+        self.tensors += [one for one in tensors if one.device.type == "meta"]
+        return output
+
+
+@pytest.mark.parametrize("base", ["fp32", "bf16", "int8", "nf4"])
+def test_frozen_layers_reach_the_device_in_their_stored_format(tmp_path: Path, base: str) -> None:
+    training = {**WINDOWS, "max_steps": 1, "batch_size": 2, "adapter": "lora", "base_precision": base}
+    encoder = {**BERT, "type_vocab_size": 7}  # no head has as many outputs as there are types
+    changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}, "search_space": {}}
+    study = load_study(write_every_kind(tmp_path, model={"encoder": encoder}, **changes))
+    executor = Executor(resolve_study(study, CPU), tmp_path)
+    config = config_of(executor)
+    modules = executor.loader.build_encoder(config).modules()
+    frozen = {one.weight.shape for one in modules if isinstance(one, nn.Linear | nn.Embedding)}
+    executor.loader.device = SimpleNamespace(type="meta", torch_device="meta")  # type: ignore[assignment]
+    with Moved() as moved:
+        model = executor.loader.build_model(config)
+    held = [*model.parameters(), *model.buffers()]
+    assert {weight.device.type for weight in held} == {"meta"}
+    in_fp32 = [one for one in moved.tensors if one.dtype == torch.float32 and one.shape in frozen]
+    assert bool(in_fp32) == (base == "fp32")
+    assert sum(one.nbytes for one in moved.tensors) <= 1.01 * sum(one.nbytes for one in held)

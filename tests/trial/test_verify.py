@@ -11,7 +11,7 @@ from support.tiny import altered_executor
 from torch import nn
 
 from hpo.device import DeviceInfo
-from hpo.precision.table import PRECISION_NAMES, Support, support
+from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.trial.compat import Compatibility
 from hpo.trial.costs import Costs
 from hpo.trial.measure import Measurement
@@ -23,21 +23,16 @@ AMX = DeviceInfo(type="cpu", name="Xeon", cpu_features=frozenset({"amx_bf16", "a
 PLAIN = DeviceInfo(type="cpu", name="EPYC", cpu_features=frozenset({"avx2"}))
 
 
-def costs(speed_ratio: float) -> Costs:
-    return Costs(1.0, speed_ratio, None, speed_ratio)
-
-
 def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
-    """Check a device with a given result for each precision: a speed, a verdict or an error."""
+    """Check a device with a given result for each precision: a speed or a verdict."""
 
     def check(name: str, support: Support) -> Compatibility:
         assert support.level != "unsupported"
-        came = found.get(name.replace("-", "_"), 1.0)
-        if isinstance(came, Exception):
-            raise came
-        if isinstance(came, str):
-            return Compatibility(came, (f"{name} is {came}.",), Measurement(name), costs=costs(9.0))
-        return Compatibility("ok", (), Measurement(name), costs=costs(came))
+        result = found.get(name.replace("-", "_"), 1.0)
+        is_ok = isinstance(result, float)
+        speed = result if is_ok else 9.0
+        costs, verdict = Costs(1.0, speed, None, speed), "ok" if is_ok else result
+        return Compatibility(verdict, () if is_ok else (f"{name}.",), Measurement(name), costs=costs)
 
     return verify(device, check)
 
@@ -47,13 +42,9 @@ def test_only_supported_precisions_are_measured(device: DeviceInfo) -> None:
     checks = checked(device)
     assert [check.name for check in checks] == list(PRECISION_NAMES)
     for check in checks:
-        assert check.support == support(check.name, device)
         level = check.support.level
         assert (check.compatibility is None) == (level == "unsupported")
-        assert check.usable == (level == "native")
-        assert (check.note == "") == check.usable, "a note explains why it is not usable"
-        if level == "unsupported":
-            assert f"`{check.name}` needs" in check.note
+        assert check.usable == (level == "native") == (check.note == ""), "a note explains why it is not"
 
 
 @pytest.mark.parametrize(
@@ -64,19 +55,11 @@ def test_only_supported_precisions_are_measured(device: DeviceInfo) -> None:
             {"tf32": 1.5, "bf16": 2.4, "fp16": 2.2, "bf16_true": 1.02},  # which is as fast as fp32
             "Search fp_precision over [fp32, tf32, bf16, fp16]: bf16 is the fastest, 2.4 times as fast",
         ),
-        (
-            PLAIN,
-            {"bf16": 3.0},
-            "Use fp32: no native precision of this machine is faster on this model. Leave out bf16,",
-        ),
+        (PLAIN, {"bf16": 3.0}, "Use fp32: no native precision of this machine is faster on this model."),
         # Weights that only bf16's range holds, say.
         (AMX, {"fp32": "incompatible", "bf16": 2.0}, "Search fp_precision over [bf16]: bf16 is the fastest"),
         (PLAIN, {"fp32": "incompatible"}, "No precision works natively with this model here"),
-        (
-            AMX,
-            {"fp32": "invalid", "bf16": "invalid", "bf16_true": "invalid"},
-            "Correct the model or the data",
-        ),
+        (AMX, dict.fromkeys(("fp32", "bf16", "bf16_true"), "invalid"), "Correct the model or the data"),
         (
             H200,
             {"fp16": "incompatible", "bf16": "degraded", "tf32": 0.9, "bf16_true": 0.9, "fp8": 0.9},
@@ -88,13 +71,9 @@ def test_recommendation(device: DeviceInfo, found: dict[str, Any], advice: str) 
     assert recommendation(checked(device, **found)).startswith(advice)
 
 
-# Costs
-
-
 @pytest.mark.parametrize("compile_mode", ["none", "default"])
-@pytest.mark.parametrize("name", ["bf16", "bf16-true"])
 def test_both_sides_of_a_speed_ratio_are_compiled(
-    name: str, compile_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compile_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a clock of its own, a compiled pass takes one second and another pass four, in each precision."""
     now = [0.0]
@@ -103,13 +82,11 @@ def test_both_sides_of_a_speed_ratio_are_compiled(
     def spend(module: nn.Module, *_: Any) -> None:
         now[0] += 1.0 if hasattr(module, "planted_compiler") else 4.0
 
-    def compile_model(model: nn.Module, *_: Any) -> None:
-        model.planted_compiler = True  # type: ignore[assignment]
-
     training = {"max_steps": 1, "max_length": 64, "compile": compile_mode}
-    executor = altered_executor(
-        tmp_path, lambda model: model.register_forward_pre_hook(spend), training=training
-    )
-    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
-    check = check_precision(executor, name, repeats=1)
-    assert check.costs == Costs(4.0 if compile_mode == "none" else 1.0, 1.0, check.costs.memory_ratio, 1.0)
+    plant = lambda model: model.register_forward_pre_hook(spend)  # noqa: E731
+    executor = altered_executor(tmp_path, plant, training=training)
+    compiled = lambda model, *_: setattr(model, "planted_compiler", True)  # noqa: E731
+    executor.loader.apply_compile = compiled  # type: ignore[method-assign]
+    for name in ("bf16", "bf16-true"):
+        found = check_precision(executor, name, repeats=1).costs
+        assert found == Costs(4.0 if compile_mode == "none" else 1.0, 1.0, found.memory_ratio, 1.0)

@@ -28,15 +28,16 @@ from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.overview import say_damaged
 from hpo.study.reading.reader import read_study
 from hpo.study.store.failures import DATABASE_ERRORS, explain
-from hpo.study.store.foreign import in_state, is_foreign
-from hpo.study.store.lifecycle import checkpoint_config
-from hpo.study.store.optuna_internals import end_trial
-from hpo.study.store.orphans import (
+from hpo.study.store.foreign import (
     count_optuna_orphans,
     deleted_studies,
+    in_state,
+    is_foreign,
     remove_deleted,
     remove_optuna_orphans,
 )
+from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.optuna_internals import end_trial
 from hpo.study.store.storage import Storage, open_storage
 
 
@@ -46,8 +47,7 @@ class Finding:
 
     check: str
     problem: str
-    remedy: str = ""
-    """Effect of `mend`, or advice for the user."""
+    remedy: str = ""  # effect of `mend`, or advice for the user
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     mended: bool = False
 
@@ -71,13 +71,9 @@ class Finding:
 
 
 def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
-    """Yield the problems of all studies, or of `study` alone, in the database at `url` and on this host.
+    """Yield the problems of all studies, or of `study`, in the database at `url` and on this host.
 
-    With `fix`, mend each problem before it is yielded, if possible.
-
-    Raises:
-        StorageError: there is no such database, it does not answer, or it has no such study.
-        HpoError: the database failed meanwhile.
+    With `fix`, mend each problem before it is yielded, if possible. Raises HpoError.
     """
     try:
         with open_storage(url, create=False) as storage:
@@ -95,7 +91,7 @@ def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = F
 def _lost_trials(storage: Storage, study: str | None) -> Iterator[Finding]:
     """Find RUNNING trials that no worker of the study made."""
     for name in [row.name for row in storage.read(storage.studies) if study in (None, row.name)]:
-        lost = in_state(name, "RUNNING").where(is_foreign(name))
+        lost = in_state(name, TrialState.RUNNING).where(is_foreign(name))
         for trial_id, number in storage.read(partial(_ids_and_numbers, lost)):
             yield Finding(
                 "lost trials",
@@ -165,7 +161,7 @@ def _unread_checkpoints(
     storage: Storage, study: str, config: CheckpointConfig, folder: Path
 ) -> Iterator[Finding]:
     trial_folders = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
-    record = read_study(storage, study, brief=True)
+    record = read_study(storage, study)
     trials = {trial.number for trial in record.trials}
     ended = [
         Ended(trial.number, trial.values, trial.constraints, trial.outcome, trial.reason)

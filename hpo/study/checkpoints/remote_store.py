@@ -70,9 +70,8 @@ class RemoteStore:
             raise CheckpointError(f"{what} {self.location}: {why}") from error
 
     def list(self, folder: Path, key: str | None = None, *, whole: bool = True) -> dict[str, dict[str, int]]:
-        """Return the file sizes of each checkpoint of a trial, by its name there, oldest first.
-
-        Without `whole`, incomplete checkpoints are listed too.
+        """Return the file sizes of a trial's checkpoints by name, oldest first; unless `whole`, incomplete
+        too.
         """
         base = self._path(folder)
         sizes: dict[str, dict[str, int]] = defaultdict(dict)
@@ -84,7 +83,6 @@ class RemoteStore:
         return {name: files for name, files in sizes.items() if not whole or len(files) == len(FILES)}
 
     def upload(self, path: Path, key: str, folder: Path) -> None:
-        """Upload a checkpoint unless the store has it."""
         name = f"{path.name}-{_digest(key)}"
         stored = self.list(folder, key, whole=False).get(name, {})
         if stored == {file: (path / file).stat().st_size for file in FILES}:
@@ -125,7 +123,6 @@ class RemoteStore:
                 self._filesystem.rm(f"{self._path(folder)}/{name}", recursive=True)
 
     def trials(self, study_folder: Path) -> set[int]:
-        """Return the numbers of a study's trials with checkpoints in the store."""
         base = f"{self._root}/{study_folder.name}"
         with self._errors("checkpoints cannot be listed in"):
             paths = self._filesystem.find(base)
@@ -156,7 +153,6 @@ class RemoteCheckpoints:
         self._stop = stop
 
     def names(self, kind: str, resume_key: str) -> Sequence[str]:
-        """Return the complete checkpoints for this key."""
         names = self._until_it_answers(lambda: self._store.list(self._folder, resume_key))
         return [name[: -len("-9f8e7d6c5b4a")] for name in names if name.startswith(kind)]
 
@@ -198,10 +194,7 @@ class RemoteCheckpoints:
 def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> RemoteStore | None:
     """Return the store of a study, or None if its checkpoints are in a folder, which is created.
 
-    Args:
-        create: for a new study: create and mark the store.
-
-    Raises InputError if the store cannot be used. No answer now is no error.
+    `create` marks the store of a new study. Raises InputError if it cannot be used, not if it is silent now.
     """
     location = config.location
     if location is None:
@@ -234,12 +227,7 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
 
 
 def remove_uploads(config: CheckpointConfig, folder: Path, noted: str) -> str:
-    """Remove a deleted study's uploaded checkpoints; return a sentence about it.
-
-    Args:
-        folder: the checkpoints on this machine.
-        noted: the study's database (`noted_database`).
-    """
+    """Remove a deleted study's uploaded checkpoints from the bucket; return a sentence about it."""
     if not config.is_remote:
         return ""
     if not is_of(folder, noted):

@@ -47,7 +47,6 @@ class DeviceClock:
         self._lock = threading.Lock()
 
     def seconds(self) -> float:
-        """Return the device-seconds so far."""
         with self._lock:  # the thread of heartbeats calls it too
             now = time.monotonic()
             self._seconds += (now - self._last) * self._num_devices / self.num_sharing
@@ -67,7 +66,6 @@ class StudyBudget:
         self._ended: list[FrozenTrial] = []  # ended trials before their measurement
 
     def add_ended(self, trial: FrozenTrial) -> None:
-        """Add an ended trial. It is measured once."""
         self._ended.append(trial)
 
     def seconds(self, connection: sa.Connection) -> float:
@@ -83,7 +81,6 @@ class StudyBudget:
         return self.seconds(connection) - (connection.execute(total).scalar() or 0.0)
 
     def is_spent(self, connection: sa.Connection) -> bool:
-        """Return true if no device time is left."""
         return self.left(connection) <= 0
 
     def forecast(
@@ -96,11 +93,7 @@ class StudyBudget:
     ) -> Forecast:
         """Forecast the rest of the study: the new trials within its budget, and all remaining runs.
 
-        Args:
-            rungs: the trials at each rung, for a promoting pruner.
-            begun: unfinished trials after their first start: running, paused, or without a worker.
-            num_waiting: number of waiting retries.
-            most: largest number of new trials. The budget may allow fewer.
+        `begun` are unfinished trials after their first start. At most `most` new trials begin.
         """
         cost = self._cost(connection, [trial for trial in begun if is_paused(trial)])
         left = self.left(connection)
@@ -122,7 +115,6 @@ class StudyBudget:
     def _measure(
         self, connection: sa.Connection, trials: Sequence[FrozenTrial]
     ) -> Iterator[tuple[FrozenTrial, Measured]]:
-        """Measure the trials that trained to a rung, to their end or to a failure."""
         trained = [trial for trial in trials if trial.intermediate_values or trial.values or is_paused(trial)]
         rows = self._rows(connection, trained)
         for trial in trained:

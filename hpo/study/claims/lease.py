@@ -86,7 +86,6 @@ class Lease:
 
     @property
     def number(self) -> int:
-        """Number of the trial."""
         return int(self.row.trial_number)
 
     @property
@@ -100,7 +99,6 @@ class Lease:
 
     @property
     def active_seconds(self) -> float:
-        """Seconds of the trial with a worker, until now."""
         return float(self.row.active_seconds + time.monotonic() - self._started)
 
     def check(self) -> None:
@@ -128,15 +126,13 @@ class Lease:
             self.check()
 
     def is_budget_spent(self) -> bool:
-        """Return true if the study has spent its budget."""
         return self.budget is not None and self.storage.read(self.budget.is_spent)
 
     def store_params(self) -> None:
         """Make sure that the database has the suggested parameters of the trial.
 
         Optuna keeps an already stored parameter, such as one of a worker without its lease. A server in an
-        older state, after a failover, lacks some. Raises LeaseLostError if the stored parameters differ or
-        another worker has the trial.
+        older state, after a failover, lacks some. Raises LeaseLostError if the stored parameters differ.
         """
         self.storage.persist(self._store_params)
 
@@ -161,8 +157,7 @@ class Lease:
     def report(self, evaluation: EvaluationRow, index: int, value: float | None) -> bool:
         """Store one evaluation of the trial and return true if the pruner would stop the trial.
 
-        Evaluations of this and later steps are deleted: they are of a dead worker, after the checkpoint from
-        which the trial continued. Raises LeaseLostError, and stores nothing, if another worker has the trial.
+        Evaluations of this and later steps are of a dead worker and are deleted. Raises LeaseLostError.
 
         Args:
             index: counts the trial's evaluations. It is Optuna's `step`, so that pruners compare trials of
@@ -192,8 +187,7 @@ class Lease:
     def pause(self, rung: float, values: Sequence[float]) -> None:
         """Note that the trial is at a rung. The worker keeps it until its checkpoint is written.
 
-        A worker that dies in between leaves a paused trial. It continues from an older checkpoint, and its
-        broken limits are unknown until its end.
+        If the worker dies in between, the paused trial continues from an older checkpoint.
         """
         stored = self.storage.persist(self._stored)
         self._rung, self._rungs = rung, {**stored.user_attrs.get(RUNGS_ATTR, {})}
@@ -221,12 +215,9 @@ class Lease:
             self.storage.write(lambda connection: self.hold(connection, owner=None))
 
     def end(self, result: TrialResult, retry: Mapping[str, Any] | None = None) -> None:
-        """End the trial.
+        """End the trial. Raises LeaseLostError if another worker has it, or another program has ended it.
 
-        Raises LeaseLostError if another worker has the trial, or another program has ended it.
-
-        Args:
-            retry: user attributes of a new trial that retries the same parameters; None: no retry.
+        `retry` has the user attributes of a new trial with the same parameters; None: no retry.
         """
         self.storage.persist(lambda: self._end(result, retry))
 

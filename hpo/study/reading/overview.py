@@ -26,17 +26,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StudyOverview:
-    """Numbers of a study."""
-
     name: str
-    state: str
-    """`open`, `paused`, `cancelled`; `done` if it is open and all trials have ended."""
+    state: str  # `open`, `paused`, `cancelled`; `done` if it is open and all trials have ended
     trials: dict[str, int]
     """`open`, `running`, `done`, `paused` if any, and the `total`. `open` includes trials of dead workers."""
     workers: int
     created: float
-    now: float
-    """Seconds since 1970 by the database's clock, like `created`."""
+    now: float  # seconds since 1970 by the database's clock, like `created`
 
     def as_json(self) -> dict[str, Any]:
         created = datetime.fromtimestamp(self.created, UTC).isoformat(timespec="seconds")
@@ -83,7 +79,6 @@ def say_damaged(name: str, reason: str) -> None:
 
 
 def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
-    """Count the trials of each study that are `open`, `running`, `done` and, if any, `paused`."""
     counts = count_trials(connection)
     query = sa.select(claims.c.study, claims.c.owner).where(claims.c.owner.is_not(None))
     for study, owner in connection.execute(query):

@@ -40,11 +40,7 @@ def evaluate_best(
     """Store the detailed evaluation of the best trial on test, or on validation if there is no test split.
 
     Nothing is done for an unfinished study, or if the evaluation is stored already. An error is only logged.
-    When `stop` is set, this returns at the next batch.
-
-    Args:
-        folder: maps a trial's number to the folder of its checkpoints.
-        remote: the store for uploaded checkpoints.
+    When `stop` is set, this returns at the next batch. `folder` maps a trial's number to its checkpoints.
     """
 
     def leave_if_stopped() -> None:
@@ -77,7 +73,6 @@ def evaluate_best(
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an error of the block in place of raising it."""
     try:
         yield
     except Exception as error:
@@ -89,10 +84,7 @@ def _logged() -> Iterator[None]:
 
 @contextmanager
 def _held(path: Path) -> Iterator[bool]:
-    """Hold a lock during the block, and yield whether this process has it.
-
-    A file system without locks gives every process the lock.
-    """
+    """Hold a lock during the block, and yield whether this process has it; always, if there are no locks."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -29,9 +29,7 @@ _logger = logging.getLogger(__name__)
 class Pace:
     """Notes each step and evaluation of this process's trials.
 
-    Args:
-        stall_seconds: least time without a sign of progress after which the process ends.
-        is_waiting: returns whether the trial waits for the database, which is no fault of its own.
+    The process ends after `stall_seconds` without progress, unless it `is_waiting` for the database.
     """
 
     def __init__(self, stop: Stop, stall_seconds: float, is_waiting: Callable[[], bool]) -> None:
@@ -44,7 +42,6 @@ class Pace:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Watch over a trial during the block."""
         self._sign_at = time.monotonic()
         self._longest_step = None
         over = threading.Event()
@@ -59,8 +56,7 @@ class Pace:
     def note_step(self, checkpoint_seconds: float) -> None:
         """Note the end of a step: leave time before the job's end for the longest step and a checkpoint.
 
-        Evaluations lie between two steps, so a step may take as long as one. `checkpoint_seconds` is the time
-        to write the last checkpoint; 0 if there was none.
+        Evaluations lie between two steps, so a step may take as long as one.
         """
         seconds = self._note_sign()
         # The time before the first step is that of the setup.
@@ -80,7 +76,6 @@ class Pace:
         return max(self._stall_seconds, TIMES_SLOWEST * self._between_signs)
 
     def _note_sign(self) -> float:
-        """Note a sign of progress, and return the seconds since the one before."""
         now = time.monotonic()
         seconds, self._sign_at = now - self._sign_at, now
         self._between_signs = max(self._between_signs, seconds)

@@ -60,7 +60,6 @@ class RunSummary:
 
     @property
     def num_failed(self) -> int:
-        """Number of failed and crashed trials."""
         return self.outcomes.get(Outcome.FAILED, 0) + self.outcomes.get(Outcome.CRASHED, 0)
 
     @property
@@ -73,9 +72,7 @@ class RunSummary:
 class Stop(threading.Event):
     """Set when this process is to checkpoint and leave, with the reason.
 
-    Args:
-        until: the end of its job, in seconds since 1970; None: there is none.
-        timeout: seconds after which it begins no further trial; None: never.
+    `until` is the end of its job, in seconds since 1970. No trial begins after `timeout` seconds.
     """
 
     def __init__(self, until: float | None = None, timeout: float | None = None) -> None:
@@ -135,7 +132,6 @@ class Stop(threading.Event):
             self._wakeups.put(None)
 
     def _watch(self, leaving: threading.Event) -> None:
-        """Set this at the first signal, or when no time is left, until `leaving`."""
         while not leaving.is_set():
             wait = math.inf if self.is_set() else self.seconds_left
             try:
@@ -150,10 +146,10 @@ class Stop(threading.Event):
 
 @contextmanager
 def stop_on_signals(until: float | None = None, timeout: float | None = None) -> Iterator[Stop]:
-    """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`. The arguments are `Stop`'s.
+    """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`.
 
-    A second SIGINT, or the first while there is nothing to checkpoint, raises KeyboardInterrupt; the next one
-    kills. A process of `run_workers` also stops when its parent asks it to, or dies.
+    A second SIGINT, or the first while there is nothing to checkpoint, raises KeyboardInterrupt. A process of
+    `run_workers` also stops when its parent asks it to, or dies.
     """
     stop, leaving = Stop(until, timeout), threading.Event()
     interrupts = 0
@@ -204,12 +200,7 @@ def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -
 
 
 def parse_time(text: str) -> float:
-    """Return a future time in seconds since 1970. Raises InputError.
-
-    Args:
-        text: a time of day such as `18:30`; `2026-11-22T18:30`, with an offset such as `+01:00` or in the
-            time zone of this machine; `+3600`, seconds from now.
-    """
+    """Return a future time, given as `18:30`, `2026-11-22T18:30` or `+3600` (seconds). Raises InputError."""
     now = datetime.now().astimezone()
     try:
         if text.startswith("+"):

@@ -61,8 +61,7 @@ _logger = logging.getLogger(__name__)
 class DeviceShare:
     """A worker process's share of the machine's devices."""
 
-    workers_on_device: int
-    """Number of workers on its device, itself included."""
+    workers_on_device: int  # number of workers on its device, itself included
     cuda_device: str | None = None
     """Its only visible GPU, by its name in CUDA_VISIBLE_DEVICES; None: all of the parent process."""
 
@@ -74,8 +73,6 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class WorkerProcesses:
-    """The worker processes of a run on this machine."""
-
     shares: Sequence[DeviceShare]
     storage_as_given: str | None = None
     """The user's name of the storage, such as `@FILE`; None: its URL."""
@@ -86,14 +83,8 @@ def share_devices(
 ) -> list[DeviceShare]:
     """Return the share of each worker process of a run on this machine; []: this process is the worker.
 
-    A worker sees its GPU alone, so that no tensor of it can lie on another.
-
-    Args:
-        config: the study.
-        workers: the number of processes, spread over the GPUs of this machine in turn; 1 is this process.
-        per_device: processes for each GPU of this machine, or on its CPU, in place of `workers`.
-
-    Raises InputError if the workers need more than a GPU's memory, or share one whose energy the study needs.
+    A worker sees its GPU alone. `workers` is their number (1: this process), `per_device` that on each GPU.
+    Raises InputError if they need more memory than a GPU has, or share one whose energy the study needs.
     """
     if per_device is None and workers in (None, 1):
         return []
@@ -116,8 +107,8 @@ def share_devices(
 def share_memory(amp: AmpConfig, device: DeviceInfo, num_workers: int) -> AmpConfig:
     """Limit a worker to its share of a GPU's memory, or to the share in `amp`.
 
-    Raises InputError if the workers and their CUDA contexts may together take more than there is: a trial
-    that found no memory because of its neighbour would be stored as one that does not fit.
+    Raises InputError if the workers may together take more than there is: a trial without memory because of
+    its neighbour would be stored as one that does not fit.
     """
     if device.type != "cuda" or num_workers == 1:
         return amp
@@ -178,7 +169,6 @@ class _Worker:
         return True
 
     def stop(self) -> None:
-        """Ask the process to checkpoint and leave."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -212,8 +202,8 @@ def run_workers(
 ) -> RunSummary:
     """Run a worker of the study in each of the processes, and wait for all of them.
 
-    The output of a process is added to `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log.
-    Raises InputError or RunError, with the end of the log, if workers failed and the study is not done.
+    Their output is in `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log. Raises InputError or
+    RunError, with the end of the log, if workers failed and the study is not done.
     """
     if stop.is_set():
         return RunSummary("stopped")
@@ -234,7 +224,6 @@ def run_workers(
 
 
 def worker_command(study: str, timeout: float, until: float | None) -> list[str]:
-    """Return the command line of one worker process."""
     command = [sys.executable, "-m", "hpo", "worker", study]
     if math.isfinite(timeout):
         command += ["--timeout", str(max(1e-3, timeout))]
@@ -245,21 +234,17 @@ def worker_command(study: str, timeout: float, until: float | None) -> list[str]
 
 @dataclass
 class _Supervisor:
-    """The supervisor of the workers of one study."""
-
     config: StudyConfig
     storage: Storage
     processes: WorkerProcesses
     stop: Stop
     deadline: float
-    broken: _Worker | None = None
-    """A worker without restarts left."""
+    broken: _Worker | None = None  # A worker without restarts left
 
     def run(self, folder: Path) -> None:
         """Run the workers, with their logs in `folder`, until all have ended.
 
-        After an error here, running workers have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are
-        killed.
+        After an error here they have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are killed.
         """
         self.storage.stop = self.stop
         self.workers = self._workers(folder)
@@ -299,7 +284,6 @@ class _Supervisor:
         return time.monotonic() > self.deadline or not is_in_work(self.storage, self.config.name)
 
     def _supervise(self) -> None:
-        """Wait until all workers have ended, and start dead ones again."""
         living = list(self.workers)
         while living:
             leaving = self.stop.wait(0.5) or self.broken is not None

@@ -38,14 +38,12 @@ MORE_MEMORY = 1.05
 class WorkerDevice:
     """Device of a worker's trials; None: not known."""
 
-    device_id: str | None = None
-    """`DeviceInfo.device_id`: workers with the same one share the device."""
+    device_id: str | None = None  # `DeviceInfo.device_id`: workers with the same one share the device
     memory_bytes: int | None = None
     left_out: Mapping[str, str] | None = None
     """Precisions of the study outside the device, by `table.choice_name`, each with the reason."""
     kind: str = ""
-    checked_on: str | None = None
-    """Origin of valid compatibility results here, see `compat.checked_on`."""
+    checked_on: str | None = None  # origin of valid compatibility results here, see `compat.checked_on`
 
     def says_nothing(self, trial: FrozenTrial) -> bool:
         """Return true if the trial is `invalid`, or ended for a reason of another device."""
@@ -150,7 +148,6 @@ class DeviceSampler(WrapperSampler):
         return StudyView(study, read)
 
     def _changes(self, trials: Iterable[FrozenTrial]) -> dict[int, FrozenTrial | None]:
-        """Return the changed trials of the view, by number; None: hidden."""
         shown = ((trial, self._shown(trial)) for trial in trials)
         return {trial.number: other for trial, other in shown if other is not trial}
 
@@ -191,7 +188,6 @@ class DeviceSampler(WrapperSampler):
 
 
 def _as_pruned(trial: FrozenTrial, at_rung: Mapping[str, Any]) -> FrozenTrial:
-    """Return the trial as if it had ended at a rung, with its values there."""
     shown, values = copy.copy(trial), list(at_rung["values"])
     shown.state, shown.values, shown.system_attrs = TrialState.PRUNED, values, {}
     reports = trial.intermediate_values

@@ -128,8 +128,6 @@ class AvoidRepeats(WrapperSampler):
         return self._params
 
     def _propose(self, study: Study, trial: FrozenTrial, params: Mapping[str, Any]) -> _Proposal:
-        """Return the configuration with `params`, as far as they apply; the sampler draws the rest."""
-
         def draw(name: str, distribution: BaseDistribution) -> Any:
             if name in trial.params:  # another worker began this trial
                 return trial.params[name]
@@ -174,8 +172,6 @@ class AvoidRepeats(WrapperSampler):
 
 
 class _Proposal:
-    """Stands in for a trial while a configuration is put together."""
-
     def __init__(self, draw: Callable[[str, BaseDistribution], Any]) -> None:
         self._draw = draw
         self.params: dict[str, Any] = {}

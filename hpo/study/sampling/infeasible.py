@@ -32,15 +32,10 @@ Choice = tuple[str, Any]
 
 
 class _Failure(NamedTuple):
-    """An infeasible trial."""
-
     suspects: tuple[Choice, ...]
-    is_proven: bool
-    """True if there is one suspect, and the trial shows its guilt."""
-    is_late: bool
-    """True if it may have trained for long: only a COMPLETE trial clears its precision."""
-    rung: float
-    """Last rung of the trial; 0: none."""
+    is_proven: bool  # true if there is one suspect, and the trial shows its guilt
+    is_late: bool  # true if it may have trained for long: only a COMPLETE trial clears its precision
+    rung: float  # last rung of the trial; 0: none
 
 
 class Failures:
@@ -81,7 +76,6 @@ class Failures:
         return all_blamed
 
     def _weights(self, failure: _Failure, reached: dict[Choice, float]) -> dict[Choice, int]:
-        """Return the weight of a failure against each uncleared choice."""
         weights = {}
         for choice in failure.suspects:
             is_late = failure.is_late and choice[0] in (PRECISION, BASE_PRECISION)
@@ -98,7 +92,6 @@ def is_infeasible(trial: FrozenTrial) -> bool:
 
 
 def choices_of(trial: FrozenTrial) -> list[Choice]:
-    """Return the categorical settings of a trial."""
     return [
         (name, value)
         for name, value in trial.params.items()
@@ -107,7 +100,6 @@ def choices_of(trial: FrozenTrial) -> list[Choice]:
 
 
 def _note_rung(reached: dict[Choice, float], trial: FrozenTrial, chosen: Iterable[Choice]) -> None:
-    """Note the last rung of a trial, if it trained."""
     rung = max(rungs_of(trial.user_attrs), default=0.0)
     if not rung and (is_infeasible(trial) or not trial.state.is_finished()):
         return
@@ -138,7 +130,6 @@ def _failure(trial: FrozenTrial, chosen: Iterable[Choice]) -> _Failure:
 
 
 def _blame(counts: Iterable[tuple[dict[Choice, int], int]]) -> Choice | None:
-    """Return the choice with the most explained trials, if they are enough."""
     total: Counter[Choice] = Counter()
     for weights, number in counts:
         for choice, weight in weights.items():

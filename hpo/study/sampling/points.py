@@ -30,7 +30,6 @@ def grid_points(space: SearchSpace, seed: int) -> list[Point]:
 
 
 def point_key(point: Point) -> str:
-    """Return the name of a point in the database."""
     return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:32]
 
 

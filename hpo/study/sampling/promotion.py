@@ -46,8 +46,6 @@ RUN_ATTRS = (
     *(PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR),
 )
 """User attributes of a running or ended trial. An enqueued trial has none of them."""
-BUDGET_SPENT = "the budget of the study was not enough for more."
-"""Reason of a trial ended by the study's budget. It continues if the budget is raised."""
 WHOLE_ATTR = "whole"
 """User attribute of an enqueued trial: true if it neither pauses nor is pruned."""
 MOST_PAUSED = 12
@@ -60,7 +58,6 @@ def is_at_rung(attributes: Mapping[str, Any]) -> bool:
 
 
 def is_paused(trial: FrozenTrial) -> bool:
-    """Return true if the trial waits at a rung."""
     return trial.state.name == "RUNNING" and is_at_rung(trial.user_attrs)
 
 
@@ -104,8 +101,7 @@ class Promotion:
     rungs: tuple[float, ...]
     reduction_factor: int
     keep: int
-    directions: tuple[str, ...]
-    """`minimize` or `maximize`, for each objective."""
+    directions: tuple[str, ...]  # `minimize` or `maximize`, for each objective
     num_trials: int
     """Trials of the study. A rung is not used if all of them would be promoted."""
 
@@ -119,7 +115,6 @@ class Promotion:
 
     @property
     def used(self) -> list[float]:
-        """Rungs with pauses."""
         pairs = zip(self.rungs, self.at_least, strict=True)
         return [rung for rung, at_least in pairs if at_least < self.num_trials]
 
@@ -150,16 +145,11 @@ class Standing(NamedTuple):
 
 @dataclass
 class Rung:
-    """The trials of a study at one rung."""
-
-    num_paused: int = 0
-    """Number of pauses here so far."""
+    num_paused: int = 0  # number of pauses here so far
     promoted: list[Standing] = field(default_factory=list)
     """Continued trials, except for broken ones; sorted."""
-    num_running: int = 0
-    """Number of promoted trials on their way to the next rung."""
-    waiting: list[Standing] = field(default_factory=list)
-    """Paused trials for the live workers."""
+    num_running: int = 0  # number of promoted trials on their way to the next rung
+    waiting: list[Standing] = field(default_factory=list)  # paused trials for the live workers
 
     def chosen(self, num_promoted: int) -> list[int]:
         """Return the paused trials to promote, so that the best `num_promoted` have been promoted."""
@@ -263,7 +253,6 @@ class Standings:
 
 
 def promotion_of(pruner: PrunerConfig, directions: Sequence[str], num_trials: int) -> Promotion | None:
-    """Return the promotion of a study; None if its trials do not pause."""
     if pruner.name != "promote":
         return None
     options = pruner.options

@@ -53,13 +53,10 @@ def build_sampler(
     skipped: Container[str] = (),
     explores: bool = False,
 ) -> BaseSampler:
-    """Return the sampler of one worker of a study.
+    """Return the sampler of one worker of a study, without the `skipped` precisions.
 
-    Args:
-        worker_number: added to the seed, so that all workers try different configurations. The workers of
-            `qmc` continue one sequence and share the seed.
-        skipped: precisions not to draw.
-        explores: let TPE and GP draw half of the configurations at random (`HalfRandom`).
+    `worker_number` is added to the seed, so that all workers try different configurations. The workers of
+    `qmc` continue one sequence and share the seed. With `explores`, TPE and GP draw half at random.
     """
     drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
@@ -88,7 +85,6 @@ def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
 def _build_optuna_sampler(
     config: SamplerConfig, space: SearchSpace, seed: int, *, explores: bool
 ) -> BaseSampler:
-    """Return Optuna's sampler in its wrappers against infeasible trials."""
     if not config.is_optuna_own:
         return InfeasibleFilterSampler(build_named_sampler(config, seed), seed)
     name, options = config.name, config.options

@@ -16,8 +16,6 @@ _logger = logging.getLogger(__name__)
 
 
 class Availability:
-    """Availability of the database to this process."""
-
     def __init__(self) -> None:
         self._last_answer = -math.inf
         self._away_since: float | None = None
@@ -37,7 +35,6 @@ class Availability:
             self._away_since = None
 
     def note_outage(self, explanation: str) -> None:
-        """Note a call without an answer."""
         self._watched.clear()
         if self._away_since is None:
             self._away_since = time.monotonic()
@@ -46,7 +43,7 @@ class Availability:
     def silent_seconds(self, worker: str, heartbeat: object, longest_gap: float) -> float:
         """Return how long this process has seen the same heartbeat of a worker without a break.
 
-        It is 0 for a new heartbeat. A break is an outage, or a `longest_gap` without a call of this process.
+        A break is an outage, or a `longest_gap` without a call of this process.
         """
         self._forget_after_gap(longest_gap)
         now = time.monotonic()

@@ -21,9 +21,9 @@ from hpo.redaction import redact
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import snapshot
 from hpo.study.store.failures import explain
-from hpo.study.store.lock import exclusive
+from hpo.study.store.foreign import remove_optuna_orphans
+from hpo.study.store.opening import exclusive
 from hpo.study.store.optuna_internals import study_id_of
-from hpo.study.store.orphans import remove_optuna_orphans
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
 
@@ -65,7 +65,6 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
 
 
 def _read(source: Storage, name: str, study_id: int) -> _Rows:
-    """Read all rows of the study, in the order of their creation."""
     in_study = sa.select(_TRIALS.c.trial_id).where(_TRIALS.c.study_id == study_id)
     conditions = {studies: studies.c.name == name, _TRIALS: _TRIALS.c.study_id == study_id}
     conditions |= {table: table.c.study == name for table in (*OURS, workers)}
@@ -87,7 +86,6 @@ def _read(source: Storage, name: str, study_id: int) -> _Rows:
 
 
 def _make_room(connection: sa.Connection, url: str, token: str, name: str) -> None:
-    """Remove the rests of a deleted study of this name. Raises InputError if such a study exists."""
     if connection.execute(sa.select(_STUDIES).where(_STUDIES.c.study_name == name)).first() is not None:
         same = sa.select(studies.c.name).where(studies.c.name == name, studies.c.token == token)
         if connection.execute(same).first() is not None:
@@ -101,7 +99,6 @@ def _make_room(connection: sa.Connection, url: str, token: str, name: str) -> No
 
 
 def _write(connection: sa.Connection, name: str, rows: _Rows) -> int:
-    """Write the rows, with new ids in Optuna's tables; return the number of trials."""
     made = sa.insert(_STUDIES).values(study_name=name).returning(_STUDIES.c.study_id)
     study_id = connection.execute(made).scalar_one()
     trial_ids: dict[int, int] = {}

@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 import optuna
 import sqlalchemy as sa
 from optuna.study import Study
+from optuna.trial import TrialState
 from sqlalchemy.exc import IntegrityError
 
 from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.redaction import redact
-from hpo.study.store import optuna_tables
+from hpo.study.store import optuna_internals
 from hpo.study.store.availability import Availability
 from hpo.study.store.failures import DATABASE_ERRORS, explain, is_locked, is_outage, is_wrong_input
-from hpo.study.store.lock import exclusive
-from hpo.study.store.opening import open_database, optuna_storage
+from hpo.study.store.opening import exclusive, open_database, optuna_storage
 from hpo.study.store.optuna_internals import OwnTrials
 from hpo.study.store.process import is_running, this_machine
 from hpo.study.store.schema import claims, compat, studies, workers
@@ -43,7 +43,7 @@ COMPARISON_ATTR = "comparison:"
 
 
 def _in_optuna() -> sa.ColumnElement[bool]:
-    made, attributes = optuna_tables.studies, optuna_tables.study_system_attributes
+    made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
     token = sa.literal('"') + studies.c.token + '"'  # JSON
     same_token = (attributes.c.key == TOKEN_ATTR, attributes.c.value_json == token)
     same_study = (made.c.study_name == studies.c.name, attributes.c.study_id == made.c.study_id)
@@ -61,11 +61,11 @@ def is_stored(study: str, token: str, *where: sa.ColumnElement[bool]) -> sa.Colu
 
 
 def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> dict[str, dict[str, int]]:
-    """Count the `n_trials` of each study by state: `open` (not begun), `running`, `done` and `paused`.
+    """Count the `n_trials` of each study by state: `open` (not begun), `running`, `done`, `paused` if any.
 
-    `where` selects rows of `hpo_studies`. A study without paused trials has no key `paused`.
+    `where` selects rows of `hpo_studies`.
     """
-    trials, made = optuna_tables.trials, optuna_tables.studies
+    trials, made = optuna_internals.trials, optuna_internals.studies
     paused = sa.and_(claims.c.paused_at.is_not(None), claims.c.owner.is_(None)).label("paused")
     same_trial = (trials.c.study_id == made.c.study_id) & (trials.c.number == claims.c.trial_number)
     query = sa.select(studies.c.name, trials.c.state, paused, sa.func.count()).where(claims.c.counts, *where)
@@ -76,9 +76,9 @@ def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> d
     for name, state, is_paused, count in connection.execute(
         query.group_by(studies.c.name, trials.c.state, paused)
     ):
-        if state == "WAITING":
+        if state == TrialState.WAITING:
             kind = "open"  # the retry of a failed attempt
-        elif state != "RUNNING":
+        elif state != TrialState.RUNNING:
             kind = "done"
         else:
             kind = "paused" if is_paused else "running"
@@ -103,20 +103,14 @@ def num_open(connection: sa.Connection, study: str) -> int:
 def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:
     """Connect to the study database at `url` and create missing tables.
 
-    Args:
-        create: False for commands that only read: a missing database is an error.
-        stop: for a worker: it waits for an unavailable database until this is set.
-
-    Raises:
-        StorageError: the URL cannot be used.
-        RunError: the database cannot be used now; OutageError: it stayed away for `Storage.patience_seconds`.
+    Without `create`, a missing database is an error. A worker waits for an unavailable one until `stop` is
+    set. Raises StorageError if the URL cannot be used, RunError (OutageError) if the database cannot be used
+    now.
     """
     return Storage(url, create, stop)
 
 
 class Storage:
-    """An open study database."""
-
     lease_seconds = 60.0  # a worker is dead after this silence, unless its process runs on this machine
     patience_seconds = 3600.0  # longest wait of a call for an unavailable database (restart, network)
 
@@ -178,7 +172,7 @@ class Storage:
     def persist(self, action: Callable[[], T]) -> T:
         """Run `action`, repeatedly while the database is away. It must be safe to run twice.
 
-        Raises OutageError if the database stays away for `patience_seconds`, StoppedError when `stop` is set.
+        Raises OutageError after `patience_seconds`, StoppedError when `stop` is set.
         """
         return self._until_it_answers(lambda: self.attempt(action))
 
@@ -198,8 +192,6 @@ class Storage:
                     raise
 
     def read(self, action: Callable[[sa.Connection], T]) -> T:
-        """Run `action` on a connection, with `persist`."""
-
         def once() -> T:
             with self.engine.connect() as connection:
                 return action(connection)
@@ -207,8 +199,6 @@ class Storage:
         return self.persist(once)
 
     def write(self, action: Callable[[sa.Connection], T]) -> T:
-        """Run `action` in a transaction, with `persist`."""
-
         def once() -> T:
             with self.engine.begin() as connection:
                 return action(connection)
@@ -216,7 +206,6 @@ class Storage:
         return self.persist(once)
 
     def exclusive(self) -> AbstractContextManager[sa.Connection]:
-        """Hold the lock of the whole database (`lock.exclusive`)."""
         return exclusive(self.engine, self.stop)
 
     # Studies
@@ -226,9 +215,8 @@ class Storage:
     ) -> dict[str, sa.Row[Any]]:
         """Return the rows of possibly live workers, by id. All other workers are proven dead.
 
-        On this machine the process is the proof. Elsewhere, and for a stopped process, it is an unchanged row
-        while this `Storage` watched for `lease_seconds`. So a worker elsewhere counts as alive in the first
-        calls, however old its row is: a caller that must know calls again for a lease.
+        On this machine the process is the proof, elsewhere an unchanged row while this `Storage` watched for
+        `lease_seconds`. So a worker elsewhere counts as alive in the first calls, however old its row is.
         """
         rows = connection.execute(sa.select(workers).where(workers.c.state == "live", *where)).all()
         return {row.id: row for row in rows if self._may_be_alive(row)}
@@ -244,8 +232,7 @@ class Storage:
     ) -> dict[str, sa.Row[Any]]:
         """Return the rows of seemingly live workers, by id, for people to read.
 
-        A worker elsewhere seems alive if its last heartbeat is less than a lease old by the database's clock.
-        After a change of that clock this is wrong until the next heartbeat, so no decision uses it.
+        It compares heartbeats with the database's clock. No decision uses it, because that clock can be set.
         """
         age = sa.func.abs(self.now - workers.c.last_seen) < self.lease_seconds
         query = sa.select(workers, age.label("is_fresh")).where(workers.c.state == "live", *where)
@@ -256,8 +243,7 @@ class Storage:
     def watch_workers(self, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
         """Watch workers until one proves to be alive or all are dead; return the live ones.
 
-        A process on this machine is known at once, a live worker elsewhere at its next heartbeat, and a dead
-        one after a lease. Raises StoppedError if `stop` is set meanwhile.
+        A worker elsewhere takes until its next heartbeat or its lease's end. Raises StoppedError at `stop`.
         """
         first: dict[str, float] = {}
         while live := self.read(lambda connection: self.live_workers(connection, *where)):
@@ -314,7 +300,6 @@ class Storage:
         return token
 
     def store_comparison(self, name: str, question: str, result: Mapping[str, Any]) -> None:
-        """Store the result of a comparison with the study (`StudyRecord.comparisons`)."""
         key, value = f"{COMPARISON_ATTR}{question}", json_safe(result)
         self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
@@ -329,10 +314,7 @@ class Storage:
         return counts["done"] == sum(counts.values())
 
     def has_other_workers_on(self, device: str) -> bool:
-        """Return true if another process works on this machine's `device` (`DeviceInfo.device_id`).
-
-        Workers of all studies in this database count, and so does a worker on an unknown device.
-        """
+        """Return true if another process works on this machine's `device`, in any study of this database."""
         here = (workers.c.machine == this_machine(), workers.c.pid != os.getpid())
         there = sa.func.coalesce(workers.c.device, device) == device
         return bool(self.read(lambda connection: self.live_workers(connection, *here, there)))
@@ -340,7 +322,6 @@ class Storage:
     # Compatibility cache
 
     def get_compat(self, key: str) -> dict[str, Any] | None:
-        """Return the stored compatibility check of this key, or None."""
         query = sa.select(compat.c.result).where(compat.c.key == key)
         stored = self.read(lambda connection: connection.execute(query).scalar())
         return None if stored is None else dict(json.loads(stored))

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from support.container import make_image, make_programs, path_with, why_no_container
 
-from hpo.cluster.batch.launch import Launch
-from hpo.cluster.batch.slurm import WorkerArray
+from hpo.cluster.batch.slurm import Launch, WorkerArray
 
 needs_root = pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
 

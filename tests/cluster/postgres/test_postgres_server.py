@@ -3,13 +3,16 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 import sqlalchemy as sa
 from support.worker_process import start_process
 
-from hpo.cluster.postgres.postgres_server import PostgresServer
+from hpo.cluster.postgres import postgres_server
+from hpo.cluster.postgres.postgres_server import PostgresServer, find_programs, server_user
+from hpo.errors import InputError
 from hpo.study.store.database import storage_url
 
 pytestmark = pytest.mark.postgres
@@ -104,3 +107,38 @@ def test_start_as_ordinary_user(folder: Path) -> None:
     process = start_process(start_as_nobody, folder)
     process.join(120)
     assert process.exitcode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root must become another user")
+def test_root_needs_another_user(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.start()
+    uid = server.data.stat().st_uid
+    pid = (server.data / "postmaster.pid").read_text().split()[0]
+    assert Path("/proc", pid).stat().st_uid == uid != 0
+
+    def nobody(name: str) -> Any:
+        raise KeyError(name)
+
+    monkeypatch.setattr(postgres_server.pwd, "getpwnam", nobody)
+    assert server_user(server.data)["user"] == uid, "a database keeps its user"
+    with pytest.raises(InputError, match="PostgreSQL refuses to run as root"):
+        PostgresServer(server.folder.parent / "other").start()
+
+
+def test_find_newest_usable_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("initdb", "pg_ctl", "postgres"):
+        (folder / name).write_text(f"#!/bin/sh\necho '{name} (PostgreSQL) 99.1'\n")
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    assert find_programs({}).version == (99, 1)
+    if os.geteuid() == 0:
+        assert find_programs({"user": 65534, "group": 65534}).version != (99, 1)
+    (folder / "postgres").write_text("#!/bin/sh\nexit 3\n")
+    assert find_programs({}).version != (99, 1)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_programs({}).folder.is_relative_to("/usr"), "Debian and Red Hat install outside the PATH"
+    with pytest.raises(InputError, match=r"PostgreSQL 9 must be installed, but this machine has 1\d in"):
+        find_programs({}, 9)
+    monkeypatch.setattr(postgres_server, "_INSTALLED_IN", ())
+    with pytest.raises(InputError, match=r"this machine has none\. Install it"):
+        find_programs({})

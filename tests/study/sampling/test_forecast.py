@@ -13,8 +13,6 @@ from support.worker_process import evaluate, result, study
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.report.plan import TrialCost, make_plan
-from hpo.report.status import study_status
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
@@ -30,7 +28,6 @@ PRUNERS: dict[str, dict[str, Any]] = {
     "early": {"name": "promote", "starts": 0.1, "keep": 1},
 }
 COST = Cost(run_seconds=2.0, training_seconds=20.0)
-TRIAL_COSTS = [TrialCost("fp32", None, 22.0, "a test", run_seconds=2.0)]
 
 
 @dataclass
@@ -103,36 +100,3 @@ def test_a_study_follows_its_plan(
     assert began == pytest.approx([stage.num_trials for stage in stages], abs=1)
     spent = sum(record.spent.values())
     assert seconds - cost.of([Stage(0.0, 1.0, 2)]) <= spent <= seconds + cost.of([Stage(0.0, 0.5, 1)])
-
-
-@pytest.mark.parametrize(("seconds", "num_published"), [(100.0, 1), (500.0, 3)])
-def test_the_portfolio_gets_a_tenth_of_the_planned_starts(
-    storage: Storage, clock: FakeTime, seconds: float, num_published: int
-) -> None:
-    """The budget is enough for 4 trials, or for 22. No trial waits after the end."""
-    record = run(storage, config_of("none", seconds, sampler={"name": "tpe"}), clock)
-    published = [trial for trial in record.trials if "portfolio" in trial.attributes.get("source", "")]
-    assert len(published) == num_published
-    assert {trial.state for trial in record.trials} == {"COMPLETE"}
-
-
-@pytest.mark.parametrize("pruner", ["none", "promote"])
-def test_plan_status_and_run_agree_on_the_rest(storage: Storage, clock: FakeTime, pruner: str) -> None:
-    config = config_of(pruner, 75.0)
-    record = run(storage, config, clock)
-    before, after = make_plan(config, TRIAL_COSTS, None, 1), make_plan(config, TRIAL_COSTS, record, 1)
-    assert after.whole_trials == 0
-    assert after.hours == after.spent_hours == pytest.approx(sum(record.spent.values()) / 3600)
-    assert before.hours == pytest.approx(after.hours, abs=22.0 / 3600)
-    status = study_status(record)
-    assert status["estimated_end"] is None
-    assert "are not spent, because one more trial, with" in status["budget"]["unspent"]
-
-
-def test_a_small_budget_is_enough_for_one_start(storage: Storage, clock: FakeTime) -> None:
-    """No cost is known before the first trial, so a worker begins one. The plan agrees."""
-    config = config_of("none", 5.0)
-    plan = make_plan(config, TRIAL_COSTS, None, 1)
-    assert [stage.num_trials for stage in plan.stages] == [1]
-    assert "not be enough for one whole trial" in plan.text()
-    assert len(run(storage, config, clock).trials) == 1

@@ -1,28 +1,25 @@
-"""Another program adds trials to a study of hpo. The trials of hpo ignore them."""
+"""Trials of another program in a study of hpo are ignored. Optuna's private interface is unchanged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import optuna
 import pytest
 import sqlalchemy as sa
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
-from support.worker_process import begin, evaluate, result, run_trials, study, worker_on
+from support.worker_process import begin, result, run_trials, study, worker_on
 
 from hpo.config.search_space import suggest
-from hpo.errors import LeaseLostError
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
-from hpo.study.sampling.samplers import build_pruner, build_sampler
+from hpo.study.store import optuna_internals
 from hpo.study.store.lifecycle import has_complete
-from hpo.study.store.schema import claims
-from hpo.study.store.storage import Storage
+from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 NAME = "learning_rate"
@@ -60,18 +57,15 @@ def optimize(opened: optuna.Study) -> None:
 
 FOREIGN = {
     "no logarithm": add(FloatDistribution(1e-3, 1.0)),
-    "integers": add(IntDistribution(1, 9), 3),
     "other choices": add(
         params={"fp_precision": "fp64"}, distributions={"fp_precision": CategoricalDistribution(["fp64"])}
     ),
-    "another parameter": add(params={"x": 1.0}, distributions={"x": FloatDistribution(0.0, 1.0)}),
     "several values": lambda opened: opened._storage.create_new_trial(
         opened._study_id, create_trial(state=TrialState.COMPLETE, values=[99.0, 99.0])
     ),
     "our attributes": add(user_attrs=OUR_ATTRIBUTES),
     "strange constraints": add(system_attrs={"constraints": 3, "fixed_params": [], "constraints:x": "y"}),
     "values that are no numbers": add(intermediate_values={1: math.nan, 2: math.inf}),
-    "pruned": add_in(TrialState.PRUNED, value=99.0, intermediate_values={1: 99.0}),
     "running": add_in(TrialState.RUNNING, user_attrs=OUR_ATTRIBUTES),
     "optimized": optimize,
 }
@@ -94,10 +88,7 @@ def load(storage: Storage) -> Iterator[Callable[[], optuna.Study]]:
 
 @pytest.mark.parametrize(
     ("sampler", "kind"),
-    [
-        *(("gp", kind) for kind in FOREIGN),
-        *((name, "optimized") for name in ("tpe", "nsga2", "grid")),
-    ],
+    [*(("gp", kind) for kind in FOREIGN), *((name, "optimized") for name in ("tpe", "nsga2", "grid"))],
 )
 def test_trials_ignore_foreign_trials(
     storage: Storage, load: Callable[[], optuna.Study], sampler: str, kind: str
@@ -128,23 +119,11 @@ def test_trials_ignore_foreign_trials(
     assert storage.load_study("tiny").best_value == 0.1
 
 
-def test_pruner_ignores_foreign_trials(storage: Storage) -> None:
-    config = study(3, pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 0})
-    with worker_on(storage, config) as worker:
-        worker._study.pruner = build_pruner(config.pruner)
-        for _ in range(5):
-            worker._study.add_trial(create_trial(value=0.9, intermediate_values={1: 0.9, 2: 0.9}))
-        ended, trial = begin(worker)
-        assert not evaluate(storage, trial, value=0.5)
-        worker.record_outcome(ended, result("complete"))
-        _, trial = begin(worker)
-        assert not evaluate(storage, trial, value=0.6), "0.5 is the median"
-
-
-@pytest.mark.parametrize("state", [TrialState.COMPLETE, TrialState.FAIL])
-@pytest.mark.parametrize(("n_trials", "paused"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("n_trials", "paused", "state"), [(1, False, TrialState.COMPLETE), (2, True, TrialState.FAIL)]
+)
 def test_trial_ended_by_another_program_counts_as_failed(
-    storage: Storage, load: Callable[[], optuna.Study], paused: bool, n_trials: int, state: TrialState
+    storage: Storage, load: Callable[[], optuna.Study], n_trials: int, paused: bool, state: TrialState
 ) -> None:
     config = study(n_trials, pruner={"name": "promote"})
     with worker_on(storage, config) as worker:
@@ -166,24 +145,6 @@ def test_trial_ended_by_another_program_counts_as_failed(
     assert record.num_foreign == 0
 
 
-def test_worker_loses_a_trial_without_its_claim(storage: Storage) -> None:
-    with worker_on(storage, study(1), max_retries=1) as worker:
-        lease, _ = begin(worker)
-        storage.write(lambda connection: connection.execute(sa.delete(claims)))
-        with pytest.raises(LeaseLostError, match="rial 0"):
-            worker.record_outcome(lease, result("failed", traceback="Traceback"))
-
-
-def test_enqueued_trial_loses_attributes_of_an_earlier_run(storage: Storage) -> None:
-    config = study(3, pruner={"name": "promote"}, sampler={"name": "gp"})
-    outside = create_or_resume_study(storage, config)
-    outside.enqueue_trial({NAME: 1e-4}, user_attrs={**OUR_ATTRIBUTES, "memo": "mine"})
-    assert run_trials(storage, config).outcomes == {"complete": 3}
-    trial = read_study(storage, "tiny").trials[0]
-    assert (trial.outcome, trial.params[NAME], trial.attributes["memo"]) == ("complete", 1e-4, "mine")
-    assert OUR_ATTRIBUTES.keys() & trial.attributes.keys() == {"worker", "active_seconds", "whole"}
-
-
 def fixed(params: Any) -> dict[str, Any]:
     return {"system_attrs": {"fixed_params": params}}
 
@@ -195,8 +156,8 @@ def suggested(distribution: Any, value: Any, name: str = NAME) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        *((fixed(value), "`fixed_params` must be a mapping") for value in (None, "text", [[NAME, 1e-4]])),
-        *((fixed({NAME: value}), f"{NAME}=") for value in ([1], None, True, math.nan, 10**400)),
+        (fixed([[NAME, 1e-4]]), "`fixed_params` must be a mapping"),
+        *((fixed({NAME: value}), f"{NAME}=") for value in ([1], True, math.nan, 10**400)),
         (suggested(FloatDistribution(0.0, 9.0), 5.0), f"{NAME}=5 is outside"),
         (suggested(CategoricalDistribution(["fp64"]), "fp64", "fp_precision"), "fp_precision=fp64 is none"),
         (suggested(FloatDistribution(0.0, 9.0), 5.0, "x"), "does not search `x`"),
@@ -213,27 +174,45 @@ def test_waiting_trial_with_wrong_values_is_refused(
     assert why in refused.reason
 
 
-@pytest.mark.parametrize(("sampler", "value"), [("gp", 1e-4), ("tpe", None), ("nsga2", 1e-4)])
-def test_waiting_copy_of_a_trial_loses_its_results(
-    storage: Storage, sampler: str, value: float | None
-) -> None:
-    config = study(2, sampler={"name": sampler}, pruner={"name": "promote"})
-    copied = {} if value is None else suggested(FloatDistribution(0.0, 9.0), value)
-    copied["system_attrs"] = {"constraints": 3, "constraints:x": "y", "NSGAIISampler:generation": "z"}
-    reports = {1: math.nan, 2: 99.0}
-    opened = create_or_resume_study(storage, config)
-    add_in(TrialState.WAITING, intermediate_values=reports, user_attrs=OUR_ATTRIBUTES, **copied)(opened)
-    with (
-        worker_on(storage, config) as worker,
-        mock.patch.object(worker, "_candidates", return_value=iter(())),
-    ):
-        worker._study.sampler = build_sampler(config.sampler, config.search_space)
-        lease, trial = begin(worker)  # while the copy waits
-        suggest(config.search_space, trial)
-        worker.record_outcome(lease, result("complete", values=(0.5,)))
-    waiting, _ = read_study(storage, "tiny").trials
-    assert (waiting.outcome, waiting.constraints) == ("waiting", {})
-    assert run_trials(storage, config).outcomes == {"complete": 1}
-    first = storage.load_study("tiny").trials[0]
-    assert (first.value, first.intermediate_values, first.constraints) == (0.5, {}, {})
-    assert value is None or first.params[NAME] == value
+VERSIONS = ("5.0.0",)
+"""Versions whose source was compared with `optuna_internals`, and that passed these tests."""
+
+
+def test_version_was_checked() -> None:
+    assert optuna.__version__ in VERSIONS
+
+
+@pytest.mark.parametrize("is_enqueued", [False, True])
+def test_trial_equals_one_of_optuna(storage_url: str, is_enqueued: bool) -> None:
+    with open_storage(storage_url) as storage:
+        study = optuna.create_study(study_name="s", storage=storage.optuna._backend)
+        study_id = optuna_internals.study_id_of(study)
+        study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
+        study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
+        attributes: dict[str, Any] = {"fixed_params": {"x": 0.5}, "user_attrs": {"retry_of": 3}}
+        study.ask()
+        with storage.engine.begin() as connection:
+            if is_enqueued:
+                second = optuna_internals.trial_id_of(study.trials[1])
+                assert optuna_internals.start_trial(connection, second)
+                assert not optuna_internals.start_trial(connection, second)
+            else:
+                assert optuna_internals.make_trial(connection, study_id, **attributes) == 2
+        optunas, ours = study.trials[0], study.trials[1 if is_enqueued else 2]
+        assert ours.state == optunas.state == TrialState.RUNNING
+        assert (ours.datetime_start - optunas.datetime_start).total_seconds() < 60
+        assert (ours.system_attrs, ours.user_attrs) == (optunas.system_attrs, optunas.user_attrs)
+        rows = []
+        with storage.engine.connect() as connection:
+            for trial in (optunas, ours):
+                table, trial_id = optuna_internals.trials, optuna_internals.trial_id_of(trial)
+                row = connection.execute(sa.select(table).where(table.c.trial_id == trial_id)).one()
+                rows.append({**row._mapping, "trial_id": 0, "number": 0, "datetime_start": None})
+        assert rows[0] == rows[1]
+        study.tell(ours.number, 1.0)
+        assert study.trials[ours.number].value == 1.0
+
+
+def test_revision_of_the_tables(sqlite_url: str) -> None:
+    with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
+        assert optuna_internals.revision(connection) == optuna_internals.REVISION

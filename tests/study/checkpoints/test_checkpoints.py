@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket, through fsspec."""
+"""Checkpoints in a bucket or a shared folder, and the trials that keep theirs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import optuna
 import pytest
 import torch
+from optuna.trial import TrialState
 
 from hpo.config.sections import CheckpointConfig
 from hpo.errors import CheckpointError, InputError, LeaseLostError
+from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
+from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, open_remote_store
 from hpo.training.checkpoint import FILES, CheckpointStore
 
@@ -45,16 +49,6 @@ def trained(store: RemoteStore, folder: Path, key: str = "key", *, best: int = 2
             )
         checkpoints.finish(best)
         assert checkpoints.problems == []
-
-
-def test_checkpoints_of_another_key_are_removed_at_the_end(store: RemoteStore, tmp_path: Path) -> None:
-    trained(store, folder_of(tmp_path / "a"), "a CUDA device's", best=9, steps=9)
-    folder = folder_of(tmp_path / "b")
-    with CheckpointStore(folder, "key", mirror(store, folder)) as checkpoints:
-        assert checkpoints.latest() is None
-    assert checkpoints.problems == []
-    trained(store, folder)
-    assert [name[:13] for name in store.list(folder)] == ["best-00000002", "step-00000003"]
 
 
 def test_incomplete_upload_is_ignored(store: RemoteStore, tmp_path: Path) -> None:
@@ -141,22 +135,76 @@ def test_unavailable_store_is_a_problem_of_the_trial(
     assert [name[:13] for name in store.list(folder)] == ["step-00000002", "step-00000003"]
 
 
-@pytest.mark.usefixtures("s3")
-def test_unusable_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"checkpoint\.location: .*file/store cannot be used: .*directory"):
-        open_remote_store(CheckpointConfig(location=f"{tmp_path}/file/store"), create=True)
-    with pytest.raises(InputError, match=r"s3://absent/prefix cannot be used: The specified bucket does not"):
-        opened("s3://absent/prefix", create=True)
+def lease(saved_step: int) -> Any:
+    return SimpleNamespace(saved_step=saved_step)
 
 
-def test_location_is_relative_to_the_study_file(tmp_path: Path) -> None:
-    for location, base in (("shared", tmp_path / "shared"), ("s3://bucket/a/b", Path("runs"))):
-        config = CheckpointConfig.model_validate({"location": location}, context={"folder": tmp_path})
-        assert config.folder_of("tiny", "0123456789", Path("runs")).parents[1] == base
+def test_folder_waits_for_a_checkpoint_of_another_machine(tmp_path: Path) -> None:
+    """A network file system shows an older state for a while."""
+    folder = FolderCheckpoints(lease(120))
+    [name] = folder.names("step", "key")
+    assert folder.names("best", "key") == []
+    path = tmp_path / name
+    waiting = threading.Thread(target=folder.fetch, args=[path, "key"])
+    waiting.start()
+    path.mkdir()
+    (path / "state.pt").touch()
+    waiting.join(60)
+    assert not waiting.is_alive()
 
 
-@pytest.mark.parametrize("location", ["s3://key:secret@bucket/x", "s3://", "az://bucket", " "])
-def test_other_locations_are_refused(location: str) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        CheckpointConfig(location=location)
+def test_folder_names_a_missing_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FolderCheckpoints, "wait_seconds", 0.0)
+    with pytest.raises(CheckpointError, match=r"step-00000120 was written by .* Do the workers share"):
+        FolderCheckpoints(lease(120)).fetch(tmp_path / "trial" / "step-00000120", "key")
+
+
+def remaining(folder: Path) -> set[int]:
+    return {int(path.name.removeprefix("trial-")) for path in folder.glob("trial-*")}
+
+
+@pytest.mark.parametrize("directions", [["maximize"], ["minimize"], ["maximize", "minimize"]])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_best_trials_keep_their_checkpoints(tmp_path: Path, directions: list[str], top_k: int) -> None:
+    trial_study = optuna.create_study(directions=directions)
+    values = [(0.5, 9.0), (0.9, 9.0), (0.7, 8.0), (0.1, 1.0), (0.2, 9.0)]
+    for value in values:
+        trial_study.tell(trial_study.ask(), value[: len(directions)])
+    trial_study.tell(trial_study.ask(), state=TrialState.PRUNED)
+    trial_study.tell(trial_study.ask(), state=TrialState.FAIL)
+    unfinished = trial_study.ask().number
+    for number in range(unfinished + 1):
+        (tmp_path / f"trial-{number:05d}" / "best-00000001").mkdir(parents=True)
+
+    keep_best_checkpoints(trial_study, tmp_path, top_k)
+
+    best_first = {
+        ("maximize",): [1, 2, 0, 4, 3],
+        ("minimize",): [3, 4, 0, 2, 1],
+        ("maximize", "minimize"): [1, 2, 3, 0, 4],  # 3 is on the Pareto front, though 0 has a better value
+    }[tuple(directions)]
+    kept = remaining(tmp_path)
+    assert kept == {*best_first[:top_k], unfinished}
+
+
+def test_concurrently_ended_trial_keeps_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker ends the best one after each read of the trials."""
+    opened = optuna.create_study(direction="maximize")
+    opened.tell(opened.ask(), 0.1)
+    others = [opened.ask() for _ in range(3)]
+    for number in range(4):
+        (tmp_path / f"trial-{number:05d}").mkdir()
+    read = type(opened).get_trials
+
+    def get_trials(self: optuna.Study, *args: Any, **options: Any) -> Any:
+        found = read(self, *args, **options)
+        if others:
+            trial = others.pop(0)
+            self.tell(trial, 0.5 + trial.number)
+        return found
+
+    monkeypatch.setattr(type(opened), "get_trials", get_trials)
+    keep_best_checkpoints(opened, tmp_path, 1)
+    assert {1, 2, 3} <= remaining(tmp_path)
