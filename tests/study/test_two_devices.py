@@ -161,16 +161,6 @@ def test_a_trial_continues_only_on_a_device_with_its_precision(
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
 
 
-@pytest.mark.parametrize("name", ["tpe", "grid"])
-def test_a_device_without_any_precision_leaves_the_study(sqlite_url: str, name: str) -> None:
-    space = {"fp_precision": {"type": "categorical", "choices": ["bf16", "tf32"]}, **STEPS}
-    config = study(4, sampler={"name": name, "seed": 1}, search_space=space)
-    [summary] = run_all(sqlite_url, [Worker(config, DeviceInfo(type="cpu", name="old"))])
-    assert (summary.ended, summary.elsewhere) == ("elsewhere", ("bf16", "tf32"))
-    with open_storage(sqlite_url) as storage:
-        assert storage.trial_counts("tiny") == {"open": 4, "running": 0, "done": 0}
-
-
 @pytest.mark.parametrize("name", ["tpe", "gp"])
 def test_a_sampler_learns_among_the_precisions_of_its_device(name: str) -> None:
     """bf16 is by far the best elsewhere; here it is fp16."""

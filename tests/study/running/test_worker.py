@@ -37,25 +37,6 @@ def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
     return result("complete")
 
 
-@pytest.mark.parametrize(
-    ("params", "reason"),
-    [
-        ({"learning_rate": 5.0}, "learning_rate=5 is outside 1e-05 to 0.001."),
-        ({"learning_rate": "fast"}, "learning_rate=fast must be a number."),
-        ({"fp_precision": "tf32"}, "fp_precision=tf32 is none of its choices, which are fp32, bf16, fp16."),
-        ({"lr": 1e-4}, "The study does not search `lr`. Did you mean `learning_rate`?"),
-    ],
-)
-def test_invalid_enqueued_trial_fails_in_addition_to_the_others(
-    storage: Storage, params: dict[str, Any], reason: str
-) -> None:
-    create_or_resume_study(storage, study(2)).enqueue_trial(params)
-    assert make_and_run(study(2), storage, complete).outcomes == {"complete": 2}
-    refused, *others = read_study(storage, "tiny").trials
-    assert (refused.state, refused.outcome, len(others)) == ("FAIL", "failed", 2)
-    assert reason in refused.reason
-
-
 def test_encoder_planted_in_the_database_never_runs(storage: Storage) -> None:
     """A writer to the database would choose the folder of the worker to read as a model."""
     encoders = {"type": "categorical", "choices": ["minilm", "prajjwal1/bert-tiny"]}

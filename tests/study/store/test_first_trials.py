@@ -1,8 +1,9 @@
+"""The first trials of a study: configurations of the file, earlier trials, a portfolio, points of a grid."""
+
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -134,18 +135,12 @@ PLAN = plan_of(2)
 COMPARISON = comparison_study(study(1), PLAN, has_test=False).with_values(name="tiny")
 
 
-def points_of(config: Any) -> Sequence[Point]:
-    return grid_points(config.search_space, 1) if config is GRID else PLAN.points()
-
-
-@pytest.fixture(params=[GRID, COMPARISON], ids=["grid", "comparison"])
-def config(request: pytest.FixtureRequest) -> Any:
-    """A study of four points."""
-    return request.param
-
-
-def test_parallel_workers_get_different_points(storage: Storage, config: Any) -> None:
-    points = points_of(config)
+@pytest.mark.parametrize(
+    ("config", "points"),
+    [(GRID, grid_points(GRID.search_space, 1)), (COMPARISON, PLAN.points())],
+    ids=["grid", "comparison"],
+)
+def test_parallel_workers_get_different_points(storage: Storage, config: Any, points: list[Point]) -> None:
     with open_storage(storage.url) as other:
         workers = [worker_on(one, config, read_points=lambda: points) for one in (storage, other)]
         with workers[0], workers[1]:
