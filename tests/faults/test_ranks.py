@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.command_line import (
-    SUPPORT,
-    Finished,
-    finish,
-    hpo_command,
-    ok,
-    start_python,
-    stored,
-    wait_until,
-)
+from support.command_line import SUPPORT, Finished, finish, hpo_command, ok, start_python, stored, wait_until
 from support.tiny import write_study
 
 pytestmark = pytest.mark.slow
@@ -45,15 +36,7 @@ def torchrun(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 def run_with_faults(folder: Path, faults: str, rank: int) -> subprocess.Popen[str]:
-    return torchrun(
-        folder,
-        str(SUPPORT / "rank_faults.py"),
-        faults,
-        str(rank),
-        "run",
-        "tiny.yaml",
-        "--json",
-    )
+    return torchrun(folder, str(SUPPORT / "rank_faults.py"), faults, str(rank), "run", "tiny.yaml", "--json")
 
 
 def finish_all(process: subprocess.Popen[str], seconds: float) -> Finished:

@@ -117,11 +117,7 @@ def test_requeued_job_waits_for_database(
 @pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
 @pytest.mark.parametrize("runtime", ["apptainer", pytest.param("pyxis", marks=pytest.mark.slow)])
 def test_requeue_and_cancel_job_in_container(
-    slurm: SlurmCluster,
-    postgres_url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    runtime: str,
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
     """The worker receives its signals, and asks Slurm for the requeue."""
     make_programs(tmp_path)

@@ -16,12 +16,7 @@ from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import _warn_once, store_detailed_evaluation
 from hpo.study.reading.overview import StudyOverview, list_studies
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import (
-    NOT_READ,
-    StoredJson,
-    best_trials,
-    with_evaluation,
-)
+from hpo.study.reading.study_record import NOT_READ, StoredJson, best_trials, with_evaluation
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import detailed_evaluations
 from hpo.study.store.storage import Storage, open_storage
