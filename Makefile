@@ -17,7 +17,6 @@ help:
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
 	@echo "make install EXTRAS='onnx fp8'"
 	@echo "make test | make test-all | make test-gpu | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
-	@echo "make bench BENCH=search-wall [PAIRS=5] [RESULTS=runs/search-wall.jsonl]"
 	@echo "make bench BENCH=gpu [PAIRS=3] [RESULTS=runs/gpu.jsonl]"
 	@echo "make test CPU=avx2 (or avx512_bf16, avx512_fp16, amx, arm: another CPU is described)"
 

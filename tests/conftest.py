@@ -1,12 +1,12 @@
 """Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed), a
-real Slurm where its programs are, a server that is as S3, the real sets and Chromium, where they are."""
+real Slurm where its programs are, a server that is as S3, and Chromium."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
-from benchmarks.real_sets import REAL_SETS
 from support import alembic_scripts  # noqa: F401
 from support.browser import open_chromium
 from support.postgres import PostgresServer
 from support.slurm import SlurmCluster, why_not
 
 from hpo import code as own_code
-from hpo.cluster.postgres.programs import find_programs
+from hpo.cluster.postgres.postgres_server import find_programs
 from hpo.errors import InputError, ModelError
 from hpo.models.hub import MINILM_HUB_ID
 from hpo.study.running.stopping import STOP_SIGNALS
@@ -161,19 +160,6 @@ def onnx_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with mock.patch("hpo.deploy.onnx_fp32.export_onnx", export_or_copy(tmp_path_factory.mktemp("onnx"))):
         yield
-
-
-@pytest.fixture
-def real_set() -> Callable[[str], Path]:
-    """The folder of the real set of that name; the test is skipped where it is not there."""
-
-    def folder_of(name: str) -> Path:
-        folder = REAL_SETS / name
-        if not (folder / "tasks.json").exists():
-            pytest.skip(f"the set {name} is not in {REAL_SETS}; set HPO_DATA_DIR to the folder of the sets")
-        return folder
-
-    return folder_of
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import json
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -32,7 +31,7 @@ import hpo
 from hpo.code import name_code, use_code
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
-from hpo.errors import InputError, StudyFileError
+from hpo.errors import InputError
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -152,20 +151,6 @@ def test_line_of_an_error(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_study(write(tmp_path, source))
     assert known == KINDS, "failed code adds nothing"
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("gone.py", r"tiny\.yaml:\d+: code: .*gone\.py must be a file that can be read, but: No such file"),
-        ("no_such_module", r"must be the path of a \.py file, or an installed module, but got `no_such"),
-        (7, r"code: must be a path or the name of a module, or a list of them, but got `7`"),
-        (["own_kind.py", "./own_kind.py"], r"code: `own_kind\.py` is there twice"),
-    ],
-)
-def test_wrong_key_code(tmp_path: Path, code: Any, message: str) -> None:
-    with pytest.raises(StudyFileError, match=message):
-        load_study(write(tmp_path, code=code))
 
 
 def test_caches_and_checkpoints_depend_on_the_code(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from support.fake_nvml import FakeNvml, NVMLError, NVMLError_NotSupported
 from hpo.device import (
     DeviceInfo,
     EnergyCounter,
-    Utilization,
     cuda_devices,
     device_uuid,
     limit_threads,
@@ -130,13 +128,8 @@ def probed_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceInfo]:
     """Probe a machine with one GPU of these properties."""
 
     def probe(*, hip: str | None = None, **properties: Any) -> DeviceInfo:
-        facts = {
-            "name": "Test GPU",
-            "major": 9,
-            "minor": 0,
-            "total_memory": 2**36,
-            "uuid": "5ef",
-        } | properties
+        facts = {"name": "Test GPU", "major": 9, "minor": 0, "total_memory": 2**36, "uuid": "5ef"}
+        facts |= properties
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
@@ -204,20 +197,6 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_devices()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert cuda_devices() == ("5",), "one GPU needs no choice"
-
-
-def test_utilization(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = probe_device("cpu")
-    busy, idle = Utilization(cpu, num_threads=1), Utilization(cpu, num_threads=1)
-    sum(i * i for i in range(300_000))
-    share = busy.read()
-    threading.Event().wait(timeout=0.2)
-    assert 0 < idle.read() < share <= 1
-    monkeypatch.setattr(torch.cuda, "utilization", lambda _index: 50)
-    gpus = [Utilization(device, num_threads=1) for device in (NVIDIA, AMD)]
-    for gpu in gpus:
-        gpu.sample()
-    assert [gpu.read() for gpu in gpus] == [0.5, None]
 
 
 def not_supported() -> int:

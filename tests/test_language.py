@@ -86,26 +86,3 @@ def test_text_stays_plain(texts: list[Text], pattern: re.Pattern[str], per_word:
     else:
         rate = 100 * len(offenders) / len(texts)
     assert rate <= limit, f"rewrite some of these in plain words:\n{worst(offenders)}"
-
-
-def test_docstrings_and_names_are_found() -> None:
-    source = '''"""Of a module."""
-
-LIMIT = 3
-"""What a limit is."""
-print(
-    """No docstring."""
-)
-
-def test_what_it_does():
-    """Return nothing."""
-    """No docstring."""
-'''
-    assert [text.text for text in docstrings("file.py", source)] == [
-        "Of a module.",
-        "What a limit is.",
-        "Return nothing.",
-    ]
-    assert list(map(str, names("file.py", source))) == ["file.py:9: test what it does"]
-    openings = {text: bool(CLAUSE.search(text)) for text in ("Of a module.", "Office", "The limit of it.")}
-    assert list(openings.values()) == [True, False, False]

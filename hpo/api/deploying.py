@@ -30,8 +30,9 @@ from hpo.models.export import new_folder
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, nearest_message
 from hpo.study.running.stopping import Stop
 from hpo.study.store.storage import Storage
-from hpo.trial.best_model import TrialSource, export_checkpoint
+from hpo.trial.best_model import export_checkpoint
 from hpo.trial.objectives import quality_objective
+from hpo.trial.telemetry import StoredTrial
 
 MODEL, ARTIFACTS, EXPORT = "model", "artifacts", "export"
 """Subfolders of a deployment; only the first remains."""
@@ -123,7 +124,7 @@ def _deploy(
     request = _request(study[0], executor.dataset, options, stop)
     limit_threads(probe_device("cpu"))
     torch.set_num_threads(options.threads or torch.get_num_threads())
-    source = TrialSource(trial.number, trial.params, trial.telemetry)
+    source = StoredTrial(trial.number, trial.params, trial.telemetry)
     exported = export_checkpoint(executor, checkpoint, staging / EXPORT, source, merge=True)
     target = DeployTarget(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
     stop.can_checkpoint = True  # from here on, an interrupt keeps the scored forms

@@ -17,7 +17,7 @@ from hpo.config.study_config import stored_study
 from hpo.config.trial_config import parse_params
 from hpo.errors import InputError, RunError
 from hpo.extensions import own_loop_of
-from hpo.report.messages import progress_message, resume_message
+from hpo.report.status import progress_message, resume_message
 from hpo.study.checkpoints.checkpoint_folders import note_database, noted_database, remove_checkpoints
 from hpo.study.checkpoints.remote_store import remove_uploads
 from hpo.study.claims.ending import end_unfinished

@@ -27,10 +27,11 @@ from hpo.study.reading.study_record import (
 )
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import check_data
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
-from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose
+from hpo.trial.best_model import export_checkpoint, split_predictions
+from hpo.trial.diagnosis import Diagnosis, diagnose
 from hpo.trial.executor import Executor
-from hpo.trial.reproduction import RecordedTrial, Reproduction, reproduce
+from hpo.trial.reproduction import Reproduction, reproduce
+from hpo.trial.telemetry import StoredTrial
 
 _logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def use_best(
         record = with_evaluation(record, trial.number, used["evaluation"]["detailed"])
         trial = next(each for each in record.trials if each.number == trial.number)
     if folder is not None:
-        source = TrialSource(trial.number, trial.params, trial.telemetry, trial.detailed)
+        source = StoredTrial(trial.number, trial.params, trial.telemetry, detailed=trial.detailed)
         used["export"] = str(export_checkpoint(executor, checkpoint, folder, source, merge=merge))
     return record, used
 
@@ -96,13 +97,13 @@ def diagnose_checkpoint(
     executor, folder = checkpoint_of(config, database, chosen, kind="step")
     params = decode(config.search_space, chosen.params)
     key = f"{database.study_token(config.name)}/{chosen.number}"
-    stored = StoredTrial(number, chosen.outcome, params, chosen.telemetry, folder, key)
+    stored = StoredTrial(number, params, chosen.telemetry, chosen.outcome, folder=folder, resume_key=key)
     return diagnose(executor, stored)
 
 
 def trial_to_reproduce(
     database: Storage, record: StudyRecord, config_of: Callable[[StudyRecord], StudyConfig]
-) -> tuple[Executor, RecordedTrial]:
+) -> tuple[Executor, StoredTrial]:
     """Return the record of the best trial, and an executor of its study on the same data.
 
     Raises RunError if no trial is complete, InputError if the data or the code are no longer the same.
@@ -112,7 +113,7 @@ def trial_to_reproduce(
     trial = best[0]
     executor = _executor_of(config_of(record), database, trial)
     evaluations = {row.step: row.metrics for row in trial.evaluations}
-    return executor, RecordedTrial(trial.number, trial.params, trial.telemetry, evaluations)
+    return executor, StoredTrial(trial.number, trial.params, trial.telemetry, evaluations=evaluations)
 
 
 def check_new_folder(folder: str | Path | None) -> None:
@@ -121,7 +122,7 @@ def check_new_folder(folder: str | Path | None) -> None:
         raise InputError(f"{folder}: must be a new or an empty folder, but it has files.")
 
 
-def reproduce_in(folder: str | Path | None, executor: Executor, trial: RecordedTrial) -> Reproduction:
+def reproduce_in(folder: str | Path | None, executor: Executor, trial: StoredTrial) -> Reproduction:
     """Train the trial again with its checkpoints in `folder`, or in a temporary one."""
     with TemporaryDirectory(prefix="reproduce-", dir=RUNS / executor.study.name) as temporary:
         return reproduce(executor, trial, Path(folder or temporary))

@@ -17,9 +17,8 @@ from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
 from hpo.redaction import redact
 from hpo.report.best_screens import summary as summary_of
-from hpo.report.messages import progress_message, resume_message
-from hpo.report.progress import StudyDisplay
-from hpo.report.status import study_status
+from hpo.report.screens import StudyDisplay
+from hpo.report.status import progress_message, resume_message, study_status
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.reading.watch import StudyWatch, watching
@@ -166,6 +165,8 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
         f"Study {config.name} ({state}): {counts}, in {shown_url(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
+    if state == "finished" and config.comparison is None:
+        typer.echo("To add trials, raise " + ("--hours." if config.budget else "--n-trials."))
     if opened.left_out:
         reasons = " ".join(dict.fromkeys(opened.left_out.values()))
         typer.echo(

@@ -83,20 +83,14 @@ class StoredStudy:
         with self.opened() as (_, record):
             return record
 
-    @property
-    def outline(self) -> StudyRecord:
-        """The record in brief (see `read_study`), which is much faster for a large study."""
-        with self.opened(brief=True) as (_, record):
-            return record
-
     @contextmanager
-    def opened(self, *, brief: bool = False) -> Iterator[tuple[Storage, StudyRecord]]:
+    def opened(self) -> Iterator[tuple[Storage, StudyRecord]]:
         """Open the database and read the study. Raises StorageError if it is not there.
 
         A name means the study in the database, if there is one, even if `studies/` has such a file.
         """
         with file_error_first(self._word), existing_database(self._storage) as database:
-            yield database, read_study(database, self._name_in(database), brief=brief)
+            yield database, read_study(database, self._name_in(database))
 
     @property
     def name(self) -> str:
@@ -116,7 +110,7 @@ class StoredStudy:
 
     def status(self) -> dict[str, Any]:
         """Return the content of `hpo status --json`."""
-        return study_status(self.outline)
+        return study_status(self.record)
 
     def best(self) -> list[TrialRecord]:
         """Return the best complete trial; with several objectives the Pareto front."""

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from hpo.api import comparing, deploying, models, showing
+from hpo.api import comparing, deploying, models
 from hpo.api.managed import ManagedStudy
 from hpo.api.opening import (
     RUNS,
@@ -51,7 +51,6 @@ from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import probe_device
 from hpo.errors import InputError, NoDatabaseError, RunError, StoppedError
 from hpo.outcome import TrialResult
-from hpo.report.dashboard import Dashboard
 from hpo.report.data_check import DataCheck, check_data
 from hpo.report.plan import Plan
 from hpo.report.tables import StudyTables
@@ -65,11 +64,14 @@ from hpo.study.store.database import parse_url, sqlite_path, storage_url
 from hpo.track.background import track_in_background
 from hpo.training.evaluate import Evaluation
 from hpo.trial.diagnosis import Diagnosis
-from hpo.trial.executor import Executor
-from hpo.trial.own_executor import build_executor
+from hpo.trial.executor import Executor, build_executor
 from hpo.trial.reproduction import Reproduction
 from hpo.trial.telemetry import Callbacks
 from hpo.trial.verify import PrecisionCheck, check_precision, verify
+
+if TYPE_CHECKING:  # `showing` loads plotly and optuna-dashboard. A worker needs neither.
+    from hpo.api.showing import Tracked
+    from hpo.report.dashboard import Dashboard
 
 _logger = logging.getLogger(__name__)
 
@@ -264,7 +266,7 @@ class Study(ManagedStudy):
         if merge and folder is None:
             raise InputError("--merge is an option of --export: give --export DIR, too.")
         if split is None and folder is None:
-            return self.outline, {}
+            return self.record, {}
         with progress_shown(quiet=self.quiet), self.opened() as (database, record):
             return models.use_best(database, record, self.config_of, split, folder, merge)
 
@@ -332,9 +334,11 @@ class Study(ManagedStudy):
 
         Port 0 takes a free one. `Dashboard.serve_forever` answers requests until it is interrupted.
         """
+        from hpo.api import showing
+
         return showing.dashboard(self, port, host)
 
-    def track(self, to: TrackerName, *, follow: bool = False, folder: Path | None = None) -> showing.Tracked:
+    def track(self, to: TrackerName, *, follow: bool = False, folder: Path | None = None) -> Tracked:
         """Show each trial as a run of a tracker. A later call adds new trials and changes.
 
         Args:
@@ -342,10 +346,14 @@ class Study(ManagedStudy):
             follow: update the tracker until the study ends or has had no worker for 10 minutes.
             folder: the folder for the files of tensorboard, and of wandb before it sends them.
         """
+        from hpo.api import showing
+
         return showing.track(self, to, follow=follow, folder=folder)
 
     def report(self, folder: str | Path | None = None) -> Path:
         """Write the page and its tables into a folder (default: `runs/NAME/report`); return the page."""
+        from hpo.api import showing
+
         return showing.report(self, folder)
 
     @property

@@ -59,8 +59,7 @@ def submit(
     need a database server in reach of all nodes. They end with the study.
     """
     from hpo.api.opening import RUNS, existing_database, file_error_first, file_given, load_file
-    from hpo.cluster.batch.launch import Launch
-    from hpo.cluster.batch.slurm import WorkerArray, job_folder
+    from hpo.cluster.batch.slurm import Launch, WorkerArray, job_folder
     from hpo.code import code_in_use, trust
     from hpo.config.allowed import allowing
     from hpo.config.study_file import check_study_name

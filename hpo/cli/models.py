@@ -38,7 +38,7 @@ def deploy(study: hpo.Study, **options: Any) -> Answer:
     The choice uses the validation split, the report the test split. The model is in DIR/model, the numbers
     are in DIR/deploy.json. Ctrl-C ends the search with the scored forms; a second one leaves nothing.
     """
-    from hpo.report.deployed import deployment_parts
+    from hpo.report.verdicts import deployment_parts
 
     stored = study.deploy(**options)
     code = 130 if stored.pop("was_stopped") else 0
@@ -48,7 +48,11 @@ def deploy(study: hpo.Study, **options: Any) -> Answer:
 @command(
     *TRUST,
     model=argument(Path, "MODEL", "A folder of `hpo best --export` or `hpo deploy`."),
-    file=argument(Path, "FILE", "Texts: .jsonl, .csv or .parquet; any other file has one on each line."),
+    file=argument(
+        Path,
+        "FILE",
+        "Texts: .jsonl, .csv or .parquet with the study's text column; any other file has one a line.",
+    ),
     output=optional(Path, "FILE", "Predictions: .jsonl, .csv or .parquet.", "JSON lines on standard output"),
     skip_bad_rows=flag("--skip-bad-rows", "List unreadable rows, and predict the others."),
     device=optional(str, "DEVICE", "auto, cpu, cuda or cuda:N.", "auto"),

@@ -47,7 +47,7 @@ def optional(kind: Any, metavar: str, help_text: str, default: str = "", **more:
 
 
 def flag(name: str, help_text: str, **more: Any) -> Any:
-    return Annotated[bool, typer.Option(name, help=help_text, **more)]
+    return Annotated[bool, typer.Option(name, metavar="", help=help_text, **more)]  # typer shows `<bool>`
 
 
 def folder(help_text: str, *names: str, default: str = "") -> Any:
@@ -73,7 +73,7 @@ def _trust(files: list[str]) -> list[str]:
     return files
 
 
-StudyArgument = argument(str, "STUDY", "A name in studies/, or a YAML file.")
+StudyArgument = argument(str, "STUDY", "Name of a study, or its YAML file or folder.")
 StoredStudyArgument = argument(str, "STUDY", "A name in the database, or a YAML file.")
 OPTIONS: Mapping[str, Any] = {
     "as_json": flag("--json", "Print JSON instead of text."),

@@ -33,7 +33,7 @@ def status(study: StoredStudy, *, watch: bool, as_json: bool) -> Answer | None:
     if watch:
         _watch(study)
         return None
-    record = study.outline
+    record = study.record
     numbers = study_status(record)
     return Answer(numbers, screens.status(record, numbers))
 
@@ -43,9 +43,9 @@ def _watch(study: StoredStudy) -> None:
     from hpo.report.terminal import print_live
     from hpo.study.reading.reader import read_study
 
-    with study.opened(brief=True) as (database, first):
+    with study.opened() as (database, first):
         try:
-            print_live(watched(lambda: read_study(database, first.name, brief=True), 5.0))
+            print_live(watched(lambda: read_study(database, first.name), 5.0))
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
@@ -81,7 +81,7 @@ def best(study: StoredStudy, *, reproduce: bool, into: Path | None = None, **opt
             return _reproduced(study, into, options)
         record, used = study.use_best(**options)
     else:
-        record = study.outline
+        record = study.record
     shown = best_model(record, options.get("split"), used.get("export"))
     return Answer(lambda: best_as_json(record) | used, shown, 0 if choosable_trials(record) else 1)
 

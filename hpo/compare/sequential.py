@@ -12,7 +12,7 @@ from hpo.compare.runs import Runs
 from hpo.config.choices import CONFIGURATIONS
 from hpo.config.study_config import StudyConfig
 from hpo.errors import RunError
-from hpo.study.reading.row_statistics import read_row_statistics
+from hpo.study.reading.detailed_evaluations import read_row_statistics
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import Storage
 from hpo.tasks.kind import Task

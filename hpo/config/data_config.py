@@ -352,11 +352,6 @@ class DataConfig(SourceConfig):
     sources: Annotated[tuple[NamedSource, ...], Field(strict=False)] = ()
     """Several data sets, each with its tasks. A shared task with the same labels is one task."""
 
-    @classmethod
-    def of_own_loop(cls) -> DataConfig:
-        """Return the section of a study with its own training loop."""
-        return cls(source=NO_DATA)  # type: ignore[arg-type]
-
     def stride_of(self, max_length: int) -> int:
         """Return the overlap of windows of `max_length` tokens."""
         return min(64, max_length // 4) if self.stride is None else self.stride

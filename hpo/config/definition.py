@@ -18,21 +18,9 @@ from hpo.config.trial_settings import WITH_FREE_PART
 from hpo.errors import StudyChangedError
 
 CHANGEABLE = (
-    "n_trials",
-    "budget",
-    "timeout",
-    "stall_seconds",
-    "max_retries",
-    "sampler",
-    "pruner",
-    "tracker",
-    "tags",
-    "device",
-    "checkpoint",
+    *("n_trials", "budget", "timeout", "stall_seconds", "max_retries", "sampler", "pruner", "tracker"),
+    *("tags", "device", "checkpoint", "amp.memory_fraction", "comparison.num_seeds", "comparison.max_seeds"),
     "data.csv",  # the fingerprint of the data shows its effects
-    "amp.memory_fraction",
-    "comparison.num_seeds",
-    "comparison.max_seeds",
 )
 """Keys that may change in an existing study: its results still compare."""
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from hpo.config.data_config import DataConfig
-from hpo.config.search_space import CategoricalDistribution, FloatDistribution, SearchSpace
-from hpo.config.study_file import KeyPath, Problem
-from hpo.config.trial_settings import AUTO, BUDGETS, OF_SOURCES, OWN_LOOP_SETTINGS, TrialSettings
-from hpo.errors import did_you_mean
+from hpo.config.search_space import FloatDistribution, SearchSpace
+from hpo.config.study_file import Problem
+from hpo.config.trial_settings import AUTO, BUDGETS, OWN_LOOP_SETTINGS, TrialSettings
 from hpo.extensions import has_own_loop
 from hpo.precision.table import BASE_PRECISION, OPTIMIZER_STATE, PRECISION
 
 
-@dataclass(frozen=True)
-class _Dependency:
+class _Dependency(NamedTuple):
     """A setting that may leave its `neutral` value only with the `allowed` values of another setting."""
 
     name: str
@@ -27,8 +23,6 @@ class _Dependency:
     """`{}` stands for the other values of the other setting."""
 
 
-SHORT_STATE = ("adamw", "adam", "lion")
-"""Optimizers with moments, see `hpo.training.optimizer_states`."""
 _DEPENDENCIES = (
     _Dependency(
         *(BASE_PRECISION, "fp32", "adapter", ("lora", "dora")),
@@ -39,7 +33,7 @@ _DEPENDENCIES = (
         "must be 0 with an adapter, which freezes the whole encoder.",
     ),
     _Dependency(
-        *(OPTIMIZER_STATE, "fp32", "optimizer", SHORT_STATE),
+        *(OPTIMIZER_STATE, "fp32", "optimizer", ("adamw", "adam", "lion")),
         "must be fp32 with `optimizer: {}`: only adamw, adam and lion have moments in another format.",
     ),
 )
@@ -112,38 +106,6 @@ def grid_problems(space: SearchSpace) -> Iterator[Problem]:
             yield Problem((name, "when"), message)
         if isinstance(distribution, FloatDistribution) and distribution.step is None:
             yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
-
-
-_TEMPERATURE = "sampling_temperature"
-((_PREFIX, _WEIGHT),) = OF_SOURCES.items()
-
-
-def sampling_problems(data: DataConfig, training: TrialSettings, space: SearchSpace) -> Iterator[Problem]:
-    """Report sampling settings without sources, weights of unknown sources, and weights that may all be 0."""
-    names = [source.name for source in data.sources]
-    weights: dict[str, KeyPath] = {name: ("training", _WEIGHT, name) for name in training.sampling_weight}
-    searched = {key.removeprefix(_PREFIX): key for key in space if key.startswith(_PREFIX)}
-    weights |= {name: ("search_space", key) for name, key in searched.items()}
-    if not names:
-        given = list(weights.values())
-        if _TEMPERATURE in space or training.sampling_temperature != 1:
-            given.append(_key(_TEMPERATURE, space))
-        yield from (Problem(where, "needs `data.sources`, but there are none.") for where in given)
-        return
-    for name, where in weights.items():
-        if name not in names:
-            yield Problem(where, f"there is no such source.{did_you_mean(name, names)}")
-    if all(_lowest_weight(name, training, space) == 0 for name in names):
-        message = "must be above 0 for one source in every trial, but here each of them can be 0."
-        yield Problem(weights[names[0]], message)
-
-
-def _lowest_weight(source: str, training: TrialSettings, space: SearchSpace) -> float:
-    searched = space.get(f"{_PREFIX}{source}")
-    if searched is None:
-        return training.sampling_weight.get(source, 1.0)
-    choices = searched.choices if isinstance(searched, CategoricalDistribution) else (searched.low,)
-    return float(min(choices))
 
 
 _UNREAD = {

@@ -46,7 +46,6 @@ from hpo.config.study_checks import (
     measures_parts,
     own_loop_definition,
     own_loop_problems,
-    sampling_problems,
     study_problems,
 )
 from hpo.config.study_file import (
@@ -81,7 +80,7 @@ def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
 def _data_or_own_loop(given: Any) -> Any:
     """Require the section `data`, except in a study with its own training loop."""
     if given is None and has_own_loop():
-        return DataConfig.of_own_loop()
+        return DataConfig(source=NO_DATA)  # type: ignore[arg-type]
     if given is None:
         raise ValueError("must be given.")
     return given
@@ -313,7 +312,6 @@ class StudyConfig(CheckedSection):
             yield from study_problems(self.training, self.search_space)
         if not self.compat.enabled and measures_parts(self.training, self.search_space):
             yield Problem(("compat", "enabled"), "must be true, because `fp32_parts: auto` makes this check.")
-        yield from sampling_problems(self.data, self.training, self.search_space)
         searched = self.search_space.get("max_length")
         shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride

@@ -74,8 +74,6 @@ Positive = Annotated[float, Field(gt=0)]
 BatchSize = Annotated[Count, Field(le=100_000)]
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_targets)]
 Parts = Annotated[str | tuple[str, ...], BeforeValidator(_parts)]
-
-
 HeadType = Annotated[Head, or_own(HEADS.accepts)]
 
 
@@ -83,33 +81,17 @@ def _is_own_loss(value: Any) -> bool:
     return LOSSES.accepts(value) or any(value in kind.losses for kind in KINDS.values())
 
 
-OF_TASKS = {"loss_weight.": "loss_weight", "head_type.": "head_types"}
-"""Prefixes of settings of one task, and their fields."""
-
-OF_SOURCES = {"sampling_weight.": "sampling_weight"}
-"""Prefixes of settings of one source of data, and their fields."""
-
-WITH_FREE_PART = OF_TASKS | OF_SOURCES
+OF_SOURCES = "sampling_weight."
+WITH_FREE_PART = {"loss_weight.": "loss_weight", "head_type.": "head_types", OF_SOURCES: "sampling_weight"}
+"""Prefixes of settings of one task or one source of data, and their fields."""
 
 BUDGETS = ("epochs", "max_steps", "max_seconds")
 """Every trial has exactly one of these."""
 
 MODEL_SETTINGS = (
-    "encoder",
-    "attention",
-    "freeze_layers",
-    "adapter",
-    "lora_rank",
-    "lora_targets",
-    "base_precision",
-    "max_length",
-    "dropout",
-    "attention_dropout",
-    "gradient_checkpointing",
-    "layerwise_lr_decay",
-    "compile",
-    "compile_scope",
-    "fp32_parts",
+    *("encoder", "max_length", "attention", "dropout", "attention_dropout", "gradient_checkpointing"),
+    *("freeze_layers", "layerwise_lr_decay", "adapter", "lora_rank", "lora_targets", "base_precision"),
+    *("compile", "compile_scope", "fp32_parts"),
 )
 """Settings with impossible combinations."""
 
@@ -345,7 +327,7 @@ def check_name(name: str) -> None:
     if error := _misspelled(name):
         raise ValueError(error)
     keys = [key for key in TrialSettings.model_fields if key not in ("option", *WITH_FREE_PART.values())]
-    full = {prefix: f"{prefix}<{'task' if prefix in OF_TASKS else 'source'}>" for prefix in WITH_FREE_PART}
+    full = {prefix: f"{prefix}<{'source' if prefix == OF_SOURCES else 'task'}>" for prefix in WITH_FREE_PART}
     known = [*keys, *known_options(), *full.values()]
     found = free_part_of(name)
     if name not in known and not (found and found[1]) and not _is_option(name):

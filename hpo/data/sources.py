@@ -2,10 +2,17 @@
 
 Without a column of ids, the split and the row's number are the id. An unreadable row is no error here: it is
 a row with problems, reported with all others.
+
+The form of a csv file is detected:
+
+- Encoding: UTF-8 if the whole file is UTF-8, else the one of `data.csv`. A file of ASCII alone, or with zero
+  bytes, has the given one.
+- Delimiter: the given one, `,` `;` tab or `|`: the first with all needed columns in the header.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import os
@@ -22,9 +29,8 @@ import pyarrow.parquet as pq
 from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, SourceConfig
-from hpo.data.csv_files import csv_records, detected_form, shown
 from hpo.data.tables import Row, Table, TaskConfigs, read_jsonl_row, unique_keys
-from hpo.errors import DataError, did_you_mean
+from hpo.errors import DataError, did_you_mean, shorten
 from hpo.extensions import SOURCES
 
 _logger = logging.getLogger("hpo.data")
@@ -33,6 +39,8 @@ SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
 _NO_JSONL = (b"[", b"\x1f\x8b", b"PK\x03\x04", b"\xff\xfe", b"\xfe\xff")
 """First bytes of a JSON array, a gzip file, a zip or Excel file, and UTF-16."""
+DELIMITERS = (",", ";", "\t", "|")
+_ADVICE = "Save it as UTF-8 text, or name its encoding in `data.csv.encoding` (cp1252, cp1251, utf-16 ...)."
 
 
 @dataclass(frozen=True)
@@ -128,10 +136,10 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     return readers
 
 
-def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Row]:
+def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[Row]:
     """Yield the rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text.
 
-    A table may lack the column of ids. `csv` is the form of the study's files; this file may have another.
+    A table may lack the column of ids. `form` is that of the study's csv files; this file may have another.
     Raises DataError if the file cannot be read.
     """
     table = Table(str(path), "row", columns, None)
@@ -140,7 +148,7 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
             case suffix if suffix in JSON_LINES:
                 yield from _jsonl_rows(path)
             case ".csv":
-                yield from _csv_rows({path: detected_form(path, csv, [columns.text])}, table)
+                yield from _csv_rows({path: detected_form(path, form, [columns.text])}, table)
             case ".parquet":
                 yield from _parquet_rows(path, table)
             case _:
@@ -185,8 +193,79 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def csv_reader(paths: Sequence[Path], csv: CsvConfig, table: Table) -> Reader:
-    forms = {path: detected_form(path, csv, table.names) for path in paths}
+def detected_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvConfig:
+    """Return `config` with the delimiter and the encoding of the file; `columns` are the columns to read.
+
+    Raises DataError if the file is empty or no text, or its header lacks a column.
+    """
+    encoding = _detect_encoding(path, config.encoding)
+    with path.open(encoding=encoding, newline="") as file:
+        lines = file.readlines(1 << 20)
+    if not "".join(lines).strip():
+        raise DataError(f"{path}: the file is empty; its first line must name the columns.")
+    headers = {mark: _header(lines, mark) for mark in (config.delimiter or ",", *DELIMITERS)}
+    fits = (mark for mark, header in headers.items() if set(columns) <= set(header))
+    delimiter = next(fits, None) or max(headers, key=lambda mark: len(headers[mark]))
+    for name in columns:
+        if name not in headers[delimiter]:
+            hint = shorten(did_you_mean(name, headers[delimiter]), 200)
+            is_split = len(headers[delimiter]) > 1 or all(map(str.isidentifier, headers[delimiter]))
+            other = "" if is_split else "; `data.csv.delimiter` sets another delimiter"
+            raise DataError(f"{path}: has no column `{name}` (read with {shown(delimiter)}{other}). {hint}")
+    if delimiter != (config.delimiter or ","):
+        contradicts = ", not as `data.csv` says" if config.delimiter else ""
+        _logger.info("%s: read with %s%s", path, shown(delimiter), contradicts)
+    return config.model_copy(update={"delimiter": delimiter, "encoding": encoding})
+
+
+def shown(delimiter: str | None) -> str:
+    return "tab" if delimiter == "\t" else f"`{delimiter}`"
+
+
+def _header(lines: Sequence[str], delimiter: str) -> list[str]:
+    try:
+        return next(csv.reader(lines, delimiter=delimiter, strict=True), [])
+    except csv.Error:
+        return []
+
+
+def _detect_encoding(path: Path, given: str | None) -> str:
+    content = path.read_bytes()
+    has_zeros = b"\0" in content
+    if has_zeros and not given:
+        raise DataError(f"{path}: must be UTF-8, but holds zero bytes, as UTF-16 does. {_ADVICE}")
+    for encoding in (given,) if given and (content.isascii() or has_zeros) else ("utf-8-sig", given):
+        try:
+            content.decode(encoding or "utf-8")
+        except UnicodeError as error:
+            problem = getattr(error, "reason", error)
+        else:
+            return encoding or "utf-8"
+    raise DataError(f"{path}: must be {given or 'UTF-8'}, but cannot be decoded: {problem}. {_ADVICE}")
+
+
+def csv_records(path: Path, form: CsvConfig) -> Iterator[tuple[int, list[str]]]:
+    """Yield the records of a file of this form with their first lines, the header first; [] if blank.
+
+    Raises DataError for broken CSV.
+    """
+    csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
+    with path.open(encoding=form.encoding, newline="") as file:
+        records = csv.reader(file, delimiter=form.delimiter or ",", strict=True)
+        end = 0
+        try:
+            for cells in records:
+                begin, end = end + 1, records.line_num
+                yield begin, cells
+        except csv.Error as error:
+            raise DataError(
+                f"{path}:{end + 1}: must be CSV, but the row that begins here is not: {error} (read with "
+                f"{shown(form.delimiter)}; a quote in a text is doubled)."
+            ) from None
+
+
+def csv_reader(paths: Sequence[Path], form: CsvConfig, table: Table) -> Reader:
+    forms = {path: detected_form(path, form, table.names) for path in paths}
     return Reader(table.name, partial(_csv_rows, forms, table))
 
 

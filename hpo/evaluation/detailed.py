@@ -2,6 +2,10 @@
 
 Precision, recall and F1 of a class are scikit-learn's with `zero_division=0`, and None for a class that is
 neither true nor predicted. A span is right if its name, start and end are.
+
+The loss of a wrong row is -log of the probability of the true class (single_label), the sum of the classes'
+binary cross-entropies (multi_label), the absolute error (regression), or the number of missed and spurious
+spans.
 """
 
 from __future__ import annotations
@@ -15,10 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import coo_array
 
-from hpo.evaluation.cautions import task_warnings
 from hpo.evaluation.contributions import baselines
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, metric_intervals
-from hpo.evaluation.mistakes import worst_mistakes
 from hpo.evaluation.record import (
     DECIDED_ON,
     VERSION,
@@ -26,14 +28,24 @@ from hpo.evaluation.record import (
     Confusion,
     DetailedEvaluation,
     Interval,
+    Mistake,
     TaskEvaluation,
 )
 from hpo.tasks.example import Example
-from hpo.tasks.kind import KINDS, Task
+from hpo.tasks.kind import KINDS, Kind, Span, Task, is_error, kind_of
 from hpo.tasks.options import DecodingThresholds
+from hpo.tasks.spans import SpanKind
 from hpo.tasks.tokenized_split import TokenizedSplit
-from hpo.training.decoding import class_probabilities, decode_tasks
+from hpo.training.evaluate import class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
+
+MAX_MISTAKES = 20
+MAX_CHARACTERS = 1000
+_BEFORE = 200
+"""Characters of a long text before its first wrong span."""
+FEW_ROWS_OF_A_CLASS = 10
+FEW_ROWS = 30
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ class SplitPredictions:
     examples: Sequence[Example]
     decisions: Mapping[str, DecodingThresholds]
     predictions: Mapping[str, Sequence[Any]]
-    """One prediction per example, by task; see `hpo.training.decoding.decode`."""
+    """One prediction per example, by task; see `hpo.training.evaluate.decode`."""
     probabilities: Mapping[str, NDArray[np.float64]]
     """[E, C] of single_label and multi_label tasks."""
 
@@ -143,3 +155,89 @@ def confusion(statistics: RowStatistics) -> Confusion | None:
     pairs = coo_array(statistics.counts_NC["true"].T @ statistics.counts_NC["predicted"])
     columns = (values.astype(int).tolist() for values in (*pairs.coords, pairs.data))
     return Confusion(task.labels, tuple(sorted(zip(*columns, strict=True))))
+
+
+def worst_mistakes(
+    task: Task,
+    predicted: Sequence[Any],
+    examples: Sequence[Example],
+    probabilities_NC: NDArray[np.float64] | None,
+    limit: int = MAX_MISTAKES,
+) -> tuple[Mistake, ...]:
+    """Return at most `limit` wrong rows of the labelled `examples`; of equal loss, the earlier one first.
+
+    `probabilities_NC` are those of single_label and multi_label.
+    """
+    kind = kind_of(task)
+    loss_N = kind.row_losses(predicted, examples, probabilities_NC) if examples else np.zeros(0)
+    order = np.argsort(-loss_N, kind="stable")
+    wrong = [n for n in order[np.isfinite(loss_N[order])].tolist() if loss_N[n] > 0]
+    return tuple(_mistake(kind, predicted[n], examples[n], float(loss_N[n])) for n in wrong[:limit])
+
+
+def _mistake(kind: Kind, predicted: Any, example: Example, loss: float) -> Mistake:
+    if not isinstance(kind, SpanKind):
+        truth: Any = example.labels[kind.task.name]
+        if kind.is_list:  # both in the order of the task's classes
+            truth, predicted = ([c for c in kind.task.labels if c in names] for names in (truth, predicted))
+        return Mistake(example.id, example.text[:MAX_CHARACTERS], truth, predicted, loss)
+    spans = [kind.shown_spans(example), set(predicted)]
+    wrong, first = spans[0] ^ spans[1], 0
+    if max(end for group in spans for _, _, end in group) > MAX_CHARACTERS:
+        first_wrong = min(start for _, start, _ in wrong)
+        first = max(0, min(first_wrong - _BEFORE, len(example.text) - MAX_CHARACTERS))
+    text = example.text[first : first + MAX_CHARACTERS]
+    outside = sum(start < first or end > first + len(text) for _, start, end in wrong)
+    truth, predicted = (_in_excerpt(group, first, len(text)) for group in spans)
+    return Mistake(example.id, text, truth, predicted, loss, first, outside)
+
+
+def _in_excerpt(spans: set[Span], first: int, length: int) -> list[list[Any]]:
+    """Spans relative to the excerpt of the text from `first` on, cut at its ends."""
+    inside = [(max(0, start - first), min(length, end - first), name) for name, start, end in spans]
+    return [[name, start, end] for start, end, name in sorted(inside) if start < end]
+
+
+def task_warnings(
+    statistics: RowStatistics,
+    classes: Sequence[ClassFigures],
+    decisions: DecodingThresholds,
+    baseline: Mapping[str, float],
+) -> tuple[str, ...]:
+    """Return warnings about one task on one split, for predictions with `decisions`.
+
+    `baseline` has the values of the best constant predictions (`hpo.evaluation.contributions.baselines`).
+    """
+    task, num_rows, kind = statistics.task, statistics.num_rows, kind_of(statistics.task)
+    if not num_rows:
+        return (f"No row of this split is labelled for {task.name}.",)
+    scores, metric = statistics.scores(), task.primary_metric
+    warnings = baseline_warnings(metric, scores.get(metric), baseline.get(f"{task.name}/{metric}"))
+    if not scores:
+        warnings.append("Some predictions are not finite, so there is no metric.")
+    if num_rows < FEW_ROWS:
+        warnings.append(f"Labelled rows: only {num_rows}, so all figures are uncertain.")
+    threshold = kind.decided_by(decisions)
+    is_everywhere = [one for one in classes if kind.is_by_row and one.num_predicted == num_rows > one.support]
+    groups = {
+        "Never predicted": [one for one in classes if one.support and not one.num_predicted],
+        f"Predicted in every row{threshold}": is_everywhere,
+        f"Fewer than {FEW_ROWS_OF_A_CLASS} {'rows' if kind.is_by_row else 'spans'}": [
+            one for one in classes if 0 < one.support < FEW_ROWS_OF_A_CLASS
+        ],
+        "Not in this split": [one for one in classes if not one.support],
+    }
+    return (*warnings, *(f"{title}: {_names(group)}." for title, group in groups.items() if group))
+
+
+def baseline_warnings(metric: str, value: float | None, baseline: float | None) -> list[str]:
+    """Warn of a value that is not better than that of the best constant prediction."""
+    if value is None or baseline is None or (value < baseline if is_error(metric) else value > baseline):
+        return []
+    better = "below" if is_error(metric) else "above"
+    return [f"{metric} is not {better} that of the best constant prediction ({baseline:.4g})."]
+
+
+def _names(classes: Sequence[ClassFigures]) -> str:
+    shown = ", ".join(f"`{one.name}`" for one in classes[:_NAMES_SHOWN])
+    return shown if len(classes) <= _NAMES_SHOWN else f"{shown} and {len(classes) - _NAMES_SHOWN} more"

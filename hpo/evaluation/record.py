@@ -106,23 +106,18 @@ class DetailedEvaluation:
         """Return the record in plain containers, without NaN."""
         return dict(json_safe(asdict(self)))
 
-    @classmethod
-    def from_json(cls, content: Any) -> DetailedEvaluation:
-        """Undo `as_json`. Raises DataError for an incomplete record or another version."""
-        version = content.get("version") if isinstance(content, Mapping) else None
-        if version != VERSION:
-            raise DataError(f"a detailed evaluation must have the version {VERSION}, but got {version!r}.")
-        try:
-            return _adapter().validate_python(content)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise DataError(f"this is no whole detailed evaluation: {where}: {first['msg']}.") from error
-
 
 def read_document(content: Any) -> Mapping[str, Any]:
     """Return a stored record if it is whole and of this version. Raises DataError."""
-    DetailedEvaluation.from_json(content)
+    version = content.get("version") if isinstance(content, Mapping) else None
+    if version != VERSION:
+        raise DataError(f"a detailed evaluation must have the version {VERSION}, but got {version!r}.")
+    try:
+        _adapter().validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(f"this is no whole detailed evaluation: {where}: {first['msg']}.") from error
     return dict(content)
 
 

@@ -40,8 +40,7 @@ from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.tokenized_split import TokenizedSplit
-from hpo.training.decoding import class_probabilities, decode_tasks
-from hpo.training.evaluate import predict_logits
+from hpo.training.evaluate import class_probabilities, decode_tasks, predict_logits
 
 CPU_TOKENS = 512
 """Tokens in a batch on a CPU in fp32: MiniLM on an EPYC predicts 30 texts/s with 512, 20 with 8192."""

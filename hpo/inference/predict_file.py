@@ -3,8 +3,6 @@
 A predicted row is a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `scores: {task: {class: probability}}`, so it can be read as data again. A table has a column for each task:
 `labels.<task>`, `spans.<task>`, `scores.<task>`.
-
-A file is written under another name and renamed when it is whole.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,7 +36,7 @@ _logger = logging.getLogger("hpo.inference")
 Row = dict[str, Any]
 Columns = dict[str, Task]
 """The task of each column beside id and text."""
-WriteRows = Callable[[Iterable[Row]], None]
+Chunks = Iterable[Iterable[Row]]
 
 
 @dataclass
@@ -84,9 +82,7 @@ def predict_file(
     _logger.info("predicting %d texts", len(examples))
     rows = _predicted_rows(model, examples)
     if output is not None:
-        with predictions_file(output, model.tasks) as write:
-            for chunk in rows:
-                write(chunk)
+        write_predictions(output, rows, model.tasks)
         _logger.info("%d predictions are in %s.", len(examples), output)
     return FilePredictions(len(examples), [": ".join(one) for one in bad], rows, output)
 
@@ -153,29 +149,26 @@ def check_output(path: Path) -> None:
         raise InputError(f"{path}: predictions need a file that may be made, but {what}.")
 
 
-@contextmanager
-def predictions_file(path: Path, tasks: Sequence[Task]) -> Iterator[WriteRows]:
-    """Yield a function that writes predicted rows in the format of the file's suffix.
+def write_predictions(path: Path, chunks: Chunks, tasks: Sequence[Task]) -> None:
+    """Write predicted rows in the format of the file's suffix; the file appears when it is whole.
 
-    The file appears at the end of a block without error. Raises InputError if it cannot be written.
+    Raises InputError if it cannot be written.
     """
     check_output(path)
-    columns = _columns(tasks)
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
-        try:
-            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, columns) as write:
-                yield write
-            unfinished.replace(path)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror or error}.") from error
+        with unfinished.open("wb") as file:
+            _WRITERS[path.suffix.lower()](file, chunks, _columns(tasks))
+        unfinished.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}.") from error
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def json_line(row: Row) -> str:
-    """Format a predicted row as a line of jsonl."""
-    return json.dumps(row, ensure_ascii=False)
+def json_line(value: Any) -> str:
+    """Format a predicted row, or a cell of it, as JSON."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _cells(row: Row, columns: Columns) -> Row:
@@ -189,29 +182,22 @@ def _cells(row: Row, columns: Columns) -> Row:
     return cells
 
 
-@contextmanager
-def _jsonl(file: IO[bytes], _columns: Columns) -> Iterator[WriteRows]:
-    yield lambda rows: file.writelines(f"{json_line(row)}\n".encode() for row in rows)
+def _jsonl(file: IO[bytes], chunks: Chunks, _columns: Columns) -> None:
+    for rows in chunks:
+        file.writelines(f"{json_line(row)}\n".encode() for row in rows)
 
 
-@contextmanager
-def _csv(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
+def _csv(file: IO[bytes], chunks: Chunks, columns: Columns) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
     writer = csv.DictWriter(text, ["id", "text", *columns])
     writer.writeheader()
-
-    def cell(value: Any) -> Any:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
-
-    def write(rows: Iterable[Row]) -> None:
-        writer.writerows({key: cell(value) for key, value in _cells(row, columns).items()} for row in rows)
-
-    yield write
+    for row in chain.from_iterable(chunks):
+        cells = _cells(row, columns).items()
+        writer.writerow({key: json_line(of) if isinstance(of, list | dict) else of for key, of in cells})
     text.detach()
 
 
-@contextmanager
-def _parquet(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
+def _parquet(file: IO[bytes], chunks: Chunks, columns: Columns) -> None:
     spans = pa.list_(pa.list_(pa.int64(), 2))
     types: dict[str, Any] = {"id": pa.string(), "text": pa.string()}
     for column, task in columns.items():
@@ -224,9 +210,8 @@ def _parquet(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
             types[column] = pa.struct([(name, value) for name in task.labels])
     schema = pa.schema(list(types.items()))
     with pq.ParquetWriter(file, schema) as writer:
-        yield lambda rows: writer.write_table(
-            pa.Table.from_pylist([_cells(row, columns) for row in rows], schema=schema)
-        )
+        for rows in chunks:
+            writer.write_table(pa.Table.from_pylist([_cells(row, columns) for row in rows], schema=schema))
 
 
 _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}

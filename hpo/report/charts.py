@@ -39,14 +39,11 @@ PRECISION_STYLES = {
 _OTHER_STYLE = ("#6B6B6B", "x-thin-open")
 _LINE_COLOR, _GRID_COLOR, _AXIS_COLOR, _TEXT_COLOR = "#333333", "#E3E6EA", "#9AA4AF", "#22272E"
 
-MAX_CURVES = 24
-"""Largest number of learning curves; the best ones are drawn."""
+MAX_CURVES = 24  # largest number of learning curves; the best ones are drawn
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart of the report."""
-
     key: str
     title: str
     figure: go.Figure
@@ -59,10 +56,7 @@ class Chart:
 
 
 def all_charts(tables: StudyTables) -> list[Chart]:
-    """Return the charts of the report in its order.
-
-    Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
-    """
+    """Return the charts of the report in its order. Those of one metric come once per objective."""
     metrics = tables.record.metric_names
     charts = forests(tables.record.comparisons)
     if not tables.complete.empty:
@@ -88,7 +82,6 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
 
 
 def precision_metric(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
-    """Plot an objective by precision."""
     metric = tables.record.metric_names[index]
     rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
@@ -111,36 +104,28 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
     yield Chart(_key("precision_metric", index), f"{metric} by precision", figure, caption)
 
 
-def metric_throughput(tables: StudyTables) -> list[Chart]:
+def metric_throughput(tables: StudyTables) -> Iterator[Chart]:
     """Plot the first objective against training throughput, one chart for each kind of device."""
-    title, complete, devices = (
-        f"{tables.record.metric_names[0]} against training throughput",
-        tables.complete,
-        tables.devices,
-    )
-    parts = [("", title, complete)]
-    if len(devices) > 1:
-        parts = [
-            (f"_device_{place}", f"{title}{ON}{device}", complete[complete["device"].eq(device)])
-            for place, device in enumerate(devices, 1)
-        ]
-    return [chart for key, title, rows in parts for chart in _throughput(tables, rows, key, title)]
-
-
-def _throughput(tables: StudyTables, complete: pd.DataFrame, key: str, title: str) -> Iterator[Chart]:
     metric, direction = tables.record.metric_names[0], tables.record.directions[0]
-    rows = complete[complete["counts_for_speed"]]
-    if rows.empty:
-        return
-    speed, values = rows["train_examples_per_second"], _objective(rows, metric)
-    front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
-    traces = [*_points(rows, speed, values), _front_line(front, speed, values, "maximize")]
-    figure = _figure(traces, "training throughput (examples/s)", _label(metric))
-    if speed.max() > 20 * speed.min() > 0:
-        figure.update_xaxes(type="log")
-    omitted = len(complete) - len(rows)
-    reasons = f" {omitted} omitted: device shared, fell back, or no speed measured." if omitted else ""
-    yield Chart(f"metric_throughput{key}", title, figure, _front_caption(rows, front) + reasons)
+    has_several = len(tables.devices) > 1
+    for place, device in enumerate(tables.devices if has_several else [""], 1):
+        complete = tables.complete
+        key, title = "metric_throughput", f"{metric} against training throughput"
+        if has_several:
+            complete = complete[complete["device"].eq(device)]
+            key, title = f"{key}_device_{place}", f"{title}{ON}{device}"
+        rows = complete[complete["counts_for_speed"]]
+        if rows.empty:
+            continue
+        speed, values = rows["train_examples_per_second"], _objective(rows, metric)
+        front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
+        traces = [*_points(rows, speed, values), _front_line(front, speed, values, "maximize")]
+        figure = _figure(traces, "training throughput (examples/s)", _label(metric))
+        if speed.max() > 20 * speed.min() > 0:
+            figure.update_xaxes(type="log")
+        omitted = len(complete) - len(rows)
+        reasons = f" {omitted} omitted: device shared, fell back, or no speed measured." if omitted else ""
+        yield Chart(key, title, figure, _front_caption(rows, front) + reasons)
 
 
 def objectives(tables: StudyTables) -> Chart:
@@ -311,7 +296,6 @@ def _objective(rows: pd.DataFrame, metric: str) -> pd.Series:
 
 
 def _scaled(values: pd.Series, metric: str) -> pd.Series:
-    """The values in the unit of the metric's axis."""
     return values.astype(float) / (2**30 if metric.endswith("_bytes") else 1)
 
 

@@ -1,8 +1,8 @@
 """optuna-dashboard with our notes and charts.
 
 The dashboard has no authentication. So it listens on loopback, unless another address is given, and answers
-only requests with its own address as host. This stops another site with a name for 127.0.0.1 (DNS rebinding).
-It runs in our process, because `optuna-dashboard URL` would show the database's password in the process list.
+only requests with its own address as host, since another site may have a name for 127.0.0.1. It runs
+in our process, because `optuna-dashboard URL` would show the database's password in the process list.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
 from hpo.report.detailed import evaluations_of
-from hpo.report.messages import objectives_text
 from hpo.report.screens import best
+from hpo.report.status import objectives_text
 from hpo.report.tables import StudyTables, precision_table
 from hpo.report.terminal import Part, Rows
 from hpo.report.trial_precision import shared_formats
@@ -44,9 +44,8 @@ MAX_HOVER_POINTS = 500
 
 
 def publish(study: optuna.Study, record: StudyRecord) -> None:
-    """Put the metric names, our note and our charts into the study, in place of earlier ones.
-
-    A user's text in the study's note stays, below ours.
+    """Put the metric names, our note and our charts into the study. A user's text in the note stays below
+    ours.
     """
     tables = StudyTables(record)
     with warnings.catch_warnings():
@@ -64,7 +63,6 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
 
 
 def study_note(tables: StudyTables) -> str:
-    """Return the verdicts, the best trials, the table by precision and the caveats, in Markdown."""
     record = tables.record
     goals = objectives_text(record.metric_names, record.directions)
     lines = [f"# {_escape(record.name)}", f"Objective: {_escape(goals)}."]
@@ -92,7 +90,6 @@ def study_note(tables: StudyTables) -> str:
 
 
 def _markdown(parts: Iterable[Part]) -> Iterator[str]:
-    """The paragraphs of a screen as list items, and its tables."""
     for part in parts:
         if isinstance(part, tuple):
             yield _markdown_table(part[1])
@@ -126,12 +123,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIServer:
-    """Return a listening server on the IPv4 address `host`, before it serves. Port 0: any free one.
-
-    Raises:
-        StorageError: the database cannot be used.
-        InputError: the address cannot be bound.
-    """
+    """Return a listening server on the IPv4 address `host`. Raises StorageError or InputError."""
     try:
         ipaddress.IPv4Address(host)
     except ValueError:
@@ -165,11 +157,8 @@ def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIS
 
 @dataclass(frozen=True)
 class Dashboard:
-    """A listening dashboard."""
-
     url: str
-    warning: str
-    """Empty: it listens on loopback alone."""
+    warning: str  # empty: it listens on loopback alone
     serve_forever: Callable[[], None]
 
 

@@ -9,27 +9,30 @@ from typing import Any
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
-from hpo.data.advice import data_advice, study_lengths
-from hpo.data.checks import DataFacts, LengthFacts, TaskFacts, data_facts, length_facts
+from hpo.data.checks import (
+    DataFacts,
+    LengthFacts,
+    TaskFacts,
+    data_advice,
+    data_facts,
+    length_facts,
+    study_lengths,
+)
 from hpo.data.dataset import load_data
 from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number, format_percent
 from hpo.report.terminal import Part, Rows
 from hpo.tasks.tokenized_split import Windowing
-from hpo.trial.objectives import check_metrics
+from hpo.trial.objectives import check_metric_names, check_metric_values
 
 _QUANTILES = {50: "median length", 90: "90% quantile", 99: "99% quantile", 100: "longest"}
-MAX_CLASSES = 12
-"""Tasks with more classes have no table of classes; `--json` has them all."""
+MAX_CLASSES = 12  # tasks with more classes have no table of classes; `--json` has them all
 
 
 @dataclass(frozen=True)
 class DataCheck:
-    """Result of `check_data`."""
-
     study: str
-    encoder: str
-    """Encoder of the tokenizer; the first of the searched ones."""
+    encoder: str  # encoder of the tokenizer; the first of the searched ones
     long_text: str
     facts: DataFacts
     lengths: LengthFacts
@@ -101,7 +104,6 @@ class DataCheck:
         ]
 
     def _lengths(self) -> Rows:
-        """A row for each `max_length`: texts over it, windows, and lost spans by task."""
         lengths, rows = self.lengths, []
         num_texts = sum(split.num_rows for split in self.facts.splits.values())
         for cut in lengths.cuts:
@@ -120,7 +122,8 @@ class DataCheck:
 def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     """Read, check and tokenise the data of a study. Raises InputError like a run of it."""
     dataset = load_data(config.data)
-    check_metrics(config, dataset)
+    check_metric_names(config, dataset.tasks)
+    check_metric_values(config, dataset)
     facts = data_facts(dataset)
     choices = getattr(config.search_space.get("encoder"), "choices", ())
     encoder = build_trial_config(config, {"encoder": choices[0]} if choices else {}, "fp32").encoder

@@ -9,8 +9,7 @@ from typing import Any
 
 from hpo.json_safe import is_number
 
-MISSING = "–"
-"""Text of an unknown value."""
+MISSING = "–"  # text of an unknown value
 
 
 def format_number(value: Any) -> str:

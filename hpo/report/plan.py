@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -30,7 +30,7 @@ from hpo.memory import release_free_memory
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_bytes, format_number, format_percent, format_seconds, plural
-from hpo.report.outlook import outlook, trial_seconds
+from hpo.report.status import outlook, trial_seconds
 from hpo.report.trial_precision import differing_formats
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage
@@ -42,42 +42,29 @@ from hpo.trial.telemetry import Callbacks
 
 _logger = logging.getLogger(__name__)
 
-MEASURED_STEPS = 13
-"""Training steps if there is no complete trial; three of them are warm-up."""
+MEASURED_STEPS = 13  # training steps if there is no complete trial; three of them are warm-up
 
 
 @dataclass(frozen=True)
 class TrialCost:
-    """Cost of a whole trial in one precision."""
-
     precision: str
-    examples_per_second: float | None
-    """Training speed."""
-    seconds: float
-    """Time with evaluations and setup."""
+    examples_per_second: float | None  # training speed
+    seconds: float  # time with evaluations and setup
     measured_by: str
-    run_seconds: float = 0.0
-    """Time of a run without training: its setup and one evaluation."""
-    checkpoint_bytes: int | None = None
-    """Size of weights, optimizer state and best weights; None: unknown."""
+    run_seconds: float = 0.0  # time of a run without training: its setup and one evaluation
+    checkpoint_bytes: int | None = None  # size of weights, optimizer state and best weights; None: unknown
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rest of a study."""
-
     costs: list[TrialCost]
-    stages: list[Stage]
-    """Remaining runs, if no trial breaks."""
-    whole_trials: float
-    """Remaining training, in whole trials."""
-    hours: float
-    """Device time of the whole study, past and future."""
+    stages: list[Stage]  # remaining runs, if no trial breaks
+    whole_trials: float  # remaining training, in whole trials
+    hours: float  # device time of the whole study, past and future
     spent_hours: float
     num_workers: int
     budget_hours: float | None
-    pruner: str
-    """The pruner and the reason for it."""
+    pruner: str  # the pruner and the reason for it
     paused_bytes: int | None = None
     """Most disk space for checkpoints of paused trials; None: unknown, or no trial pauses."""
     limit: str = ""
@@ -141,13 +128,7 @@ def make_plan(
     num_workers: int,
     why_pruner: str = "",
 ) -> Plan:
-    """Plan the rest of a study by the cost of its trials.
-
-    Args:
-        costs: used if no trial has trained. Each precision is then as frequent as the others.
-        record: None: the study is not stored.
-        why_pruner: reason for the study's pruner.
-    """
+    """Plan the rest of a study by the cost of its trials, or by `costs` if none has trained."""
     run_seconds = fmean(cost.run_seconds for cost in costs)
     cost = Cost(run_seconds, fmean(cost.seconds for cost in costs) - run_seconds)
     record = record or _empty_record(config)
@@ -177,7 +158,6 @@ def _empty_record(config: StudyConfig) -> StudyRecord:
 
 
 def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
-    """Return the cost of complete trials by their effective precision."""
     by_precision: dict[str, list[TrialRecord]] = {}
     for trial in complete_trials(record):
         if not trial.telemetry.get("device", {}).get("shared"):
@@ -197,7 +177,6 @@ def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
 
 
 def whole_seconds(trial: TrialRecord) -> float:
-    """Return the seconds of a whole trial in one run, with its evaluations."""
     parts = ("setup_seconds", "compile_seconds", "train_seconds", "evaluation_seconds")
     return sum({**trial.telemetry, **trial.attributes}.get(part) or 0.0 for part in parts)
 
@@ -206,12 +185,9 @@ def measure_cost(
     resolved: ResolvedStudy,
     runs_dir: Path,
     precision: str,
-    should_stop: Callable[[], bool] = lambda: False,
 ) -> TrialCost:
-    """Train some steps with the settings in the middle of their ranges, and evaluate once.
-
-    Raises:
-        RunError: the steps failed or were stopped.
+    """Train some steps with the settings in the middle of their ranges, and evaluate once. Raises
+    RunError.
     """
     config = resolved.config
     searched = {name: one for name, one in config.search_space.items() if name not in BUDGETS}
@@ -226,7 +202,7 @@ def measure_cost(
         constraints={},  # so few steps say nothing about quality
     )
     executor = Executor(replace(resolved, config=short), runs_dir)
-    result = executor.run(params, None, "plan", Callbacks(should_stop=should_stop))
+    result = executor.run(params, None, "plan", Callbacks())
     release_free_memory(resolved.device)  # the trials may run in other processes
     if result.outcome != Outcome.COMPLETE:
         raise RunError(f"{precision}: {MEASURED_STEPS} steps ended as {result.outcome}: {result.reason}")
@@ -244,10 +220,7 @@ def measure_cost(
 
 
 def comparison_limit(config: StudyConfig, data: DataSet, margin: float) -> str:
-    """State the losses that the labels of a comparison's split cannot exclude.
-
-    An infinite margin: nothing is judged by one.
-    """
+    """State the losses that the labels of a comparison's split cannot exclude."""
     is_test = "test" in data.splits and not unlabelled_test_tasks(config, data)
     split = "test" if is_test else "validation"
     question = Question(quality_objective(config.objective).metric, margin, rows=f"rows of {split}")
@@ -262,10 +235,7 @@ def comparison_limit(config: StudyConfig, data: DataSet, margin: float) -> str:
 
 
 def default_comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
-    """State the losses that `hpo compare` cannot exclude with its default margin.
-
-    Empty: there is no default margin, or this machine has no data.
-    """
+    """State the losses that `hpo compare` cannot exclude with its default margin; empty if unknown."""
     if is_error(quality_objective(config.objective).metric):
         return ""
     try:

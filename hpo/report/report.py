@@ -1,7 +1,7 @@
 """A study as one HTML file and CSV tables in base units (seconds, bytes).
 
 The page opens offline, since plotly.js is inside, and its policy forbids it to load anything. Text of users
-and trials is escaped. Each file is written under a temporary name and renamed, so it is never half written.
+and trials is escaped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from hpo.errors import RunError
 from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.charts import Chart, all_charts
-from hpo.report.detailed import evaluations_of, objectives, task_metrics_table
-from hpo.report.detailed_page import HEADING, evaluation
+from hpo.report.detailed import HEADING, evaluation, evaluations_of, objectives, task_metrics_table
 from hpo.report.formats import (
     MISSING,
     format_bytes,
@@ -40,7 +39,7 @@ from hpo.report.formats import (
     format_value,
     plural,
 )
-from hpo.report.messages import (
+from hpo.report.status import (
     budget_messages,
     limit_messages,
     objective_values,
@@ -67,14 +66,7 @@ _FIRST = ("objectives", "history", "metric_throughput")
 
 
 def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = None) -> Path:
-    """Write the report into `out_dir`, over an earlier one, and return the path of the HTML file.
-
-    Args:
-        study_file: the study in the command to train a trial again.
-
-    Raises:
-        RunError: a file cannot be written.
-    """
+    """Write the report into `out_dir`, over an earlier one; return the HTML file. Raises RunError."""
     tables = StudyTables(record)
     with collector_paused():
         verdicts = [row for result in record.comparisons.values() for row in verdict_table(result)]
@@ -108,7 +100,6 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def report_html(tables: StudyTables, study_file: str | None = None) -> str:
-    """Return the page."""
     record = tables.record
     cards = [_cards(tables, trial) for trial in tables.best]
     plots = [(chart, _plot(chart)) for chart in all_charts(tables)]
@@ -147,7 +138,6 @@ def report_html(tables: StudyTables, study_file: str | None = None) -> str:
 
 
 def _rendered(**values: Any) -> str:
-    """Fill the template, with plotly.js inside."""
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -167,13 +157,11 @@ def _packed_plotly() -> Markup:
 
 @lru_cache(maxsize=2**16)
 def _inline(text: str) -> Markup:
-    """Escape a text and turn `code` between backticks into HTML."""
     escaped = escape(text)
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escaped))) if "`" in text else escaped
 
 
 def _plot(chart: Chart) -> Markup:
-    """The element of a chart and its data."""
     figure = json.loads(chart.figure.to_json())
     config = {
         "responsive": True,
@@ -191,7 +179,6 @@ def _plot(chart: Chart) -> Markup:
 
 
 def _evaluate_command(tables: StudyTables, study_file: str | None) -> str | None:
-    """The command to evaluate the best trial in detail; None if the study keeps no checkpoint."""
     record = tables.record
     if not tables.best or (record.definition.get("checkpoint") or {}).get("top_k") == 0:
         return None

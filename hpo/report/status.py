@@ -1,4 +1,4 @@
-"""State of a study in numbers: trials by outcome, budget, workers, rate, estimated end.
+"""State of a study in numbers and sentences, and the rest of it by the planner of its workers.
 
 Nothing here imports transformers, pandas or plotly, so `hpo status` starts faster.
 """
@@ -6,15 +6,20 @@ Nothing here imports transformers, pandas or plotly, so `hpo status` starts fast
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
+from hpo.config.limits import Limit, violation
+from hpo.config.sampler_config import PrunerConfig
 from hpo.config.sections import MAX_TRIALS, BudgetConfig
+from hpo.extensions import has_own_loop, own_loop_of
+from hpo.json_safe import is_number
 from hpo.outcome import concerns_precision
 from hpo.precision.table import PRECISION
-from hpo.report.formats import format_seconds
-from hpo.report.outlook import Outlook, stored_outlook
+from hpo.report.formats import format_metric, format_number, format_percent, format_seconds, plural
 from hpo.study.reading.study_record import (
     StudyRecord,
     TrialRecord,
@@ -22,18 +27,127 @@ from hpo.study.reading.study_record import (
     is_over,
     limit_counts,
     lost_weights,
+    nearest_message,
     unverified_precisions,
 )
+from hpo.study.sampling.forecast import (
+    Cost,
+    Forecast,
+    forecast,
+    measured_cost,
+    measured_trial,
+    seconds_ahead,
+    stages_left,
+    training_share,
+)
+from hpo.study.sampling.promotion import (
+    Promotion,
+    Rung,
+    Standings,
+    is_paused,
+    promotion_of,
+    rungs_of,
+)
+from hpo.study.store.studies import BUDGET_SPENT
 
-UNSPENT_SHARE = 0.02
-"""Largest unspent share of a budget without a reason."""
+_FINISHED = ("COMPLETE", "PRUNED", "FAIL")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    cost: Cost | None  # measured cost of a trial; None: nothing was trained
+    forecast: Forecast
+    num_planned: int  # number of trials at the end of the study
+    seconds: float  # remaining device time
+    next_seconds: float  # device time of one more trial, with its promotions
+    promotion: Promotion | None  # rule of pauses; None: trials do not pause
+
+
+def trial_seconds(record: StudyRecord, trial: TrialRecord) -> float:
+    return record.spent.get(trial.number) or trial.active_seconds or 0.0
+
+
+def outlook(
+    record: StudyRecord,
+    pruner: PrunerConfig,
+    num_trials: int,
+    budget: BudgetConfig | None,
+    cost: Cost | None = None,
+) -> Outlook:
+    """Forecast a study with these settings. `cost` is the cost of a trial if nothing was trained yet."""
+    before = record.definition.get("budget")
+    is_raised = before is not None and (budget is None or budget.hours > before["hours"])
+    trials = [_planner_trial(trial, is_raised) for trial in record.trials]
+    ended = [trial for trial in trials if trial.state.name in _FINISHED]
+    begun = [trial for trial in trials if trial.state.name == "RUNNING"]
+    running = [trial for trial in begun if not is_paused(trial)]
+    retries = sum(trial.state == "WAITING" and "retry_of" in trial.attributes for trial in record.trials)
+    num_reopened = len(begun) - sum(trial.state == "RUNNING" for trial in record.trials)
+    most = max(0, num_trials - record.counts["done"] - len(begun) + num_reopened - retries)
+
+    promotion = promotion_of(pruner, record.directions, num_trials)
+    rungs: list[Rung] = []
+    if promotion is not None:
+        standings = Standings(promotion)
+        for trial in ended:
+            standings.add_ended(trial)
+        rungs = standings.rungs(begun, lambda _: True)
+    measured = _measured(record, promotion, trials)
+    num_starts = sum(not rungs_of(trial.user_attrs) for trial in begun) + retries
+    known = measured or cost
+    spent = {trial.number: trial_seconds(record, trial) for trial in record.trials}
+    left, ahead = None, 0.0
+    if known is not None:
+        parts = ((trial.user_attrs, spent[trial.number]) for trial in running)
+        ahead = sum(seconds_ahead(promotion, known, *part) for part in parts)
+    if budget is not None:
+        left = budget.seconds - sum(spent.values())
+        left = left + ahead if left > 0 else 0.0
+    found = forecast(promotion, rungs, num_starts, most, known, left)
+    if measured is None and found.num_new == 0 and not ended and not begun:  # a worker tries one
+        found = forecast(promotion, rungs, num_starts, min(1, most))
+    seconds = known.of(found.stages) - ahead if known is not None else 0.0
+    one_more = stages_left(promotion, rungs, num_starts + 1)
+    num_planned = num_trials - most + found.num_new
+    next_seconds = known.of(one_more) if known is not None else 0.0
+    return Outlook(measured, found, num_planned, max(0.0, seconds), next_seconds, promotion)
+
+
+def stored_outlook(record: StudyRecord) -> Outlook:
+    definition = record.definition
+    pruner = PrunerConfig.model_validate(definition.get("pruner", {}))
+    given = definition.get("budget")
+    budget = None if given is None else BudgetConfig.model_validate(given)
+    return outlook(record, pruner, sum(record.counts.values()), budget)
+
+
+def _measured(record: StudyRecord, promotion: Promotion | None, trials: Sequence[Any]) -> Cost | None:
+    measurements = []
+    for stored, trial in zip(record.trials, trials, strict=True):
+        is_at_rest = trial.state.name in _FINISHED or is_paused(trial)
+        if not is_at_rest or (stored.trained_seconds is None and not stored.values):
+            continue
+        seconds = trial_seconds(record, stored)
+        active = stored.attributes.get("active_seconds", seconds)
+        share = training_share(stored.trained_seconds, active)
+        attributes = stored.attributes | {"outcome_reason": stored.reason}
+        is_complete = trial.state.name == "COMPLETE"
+        measurements.append(measured_trial(promotion, attributes, is_complete, (seconds, seconds * share)))
+    return measured_cost(filter(None, measurements))
+
+
+def _planner_trial(trial: TrialRecord, is_raised: bool) -> Any:
+    """A trial in the form of Optuna's, without Optuna. If the budget is raised, one that it ended resumes."""
+    is_reopened = is_raised and trial.reason == BUDGET_SPENT and trial.state == "PRUNED"
+    state = SimpleNamespace(name="RUNNING" if is_reopened else trial.state)
+    return SimpleNamespace(number=trial.number, state=state, user_attrs=trial.attributes)
+
+
+UNSPENT_SHARE = 0.02  # largest unspent share of a budget without a reason
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
-    """Return the content of `hpo status --json`. Times are UTC.
-
-    Only trials with some training count for the rate: an immediate failure says nothing about the others.
-    """
+    """Return the content of `hpo status --json`. Only trials with some training count for the rate."""
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
     workers = [worker for worker in record.workers if worker.alive]
@@ -133,10 +247,91 @@ def _unspent_message(record: StudyRecord, hours_left: float, ahead: Outlook) -> 
 
 
 def _busy_seconds(trials: Iterable[TrialRecord]) -> float:
-    """Seconds with at least one of these trials running, without pauses of the study."""
+    """Seconds with at least one of these trials running."""
     ends = [(trial.ended.timestamp(), trial.active_seconds or 0.0) for trial in trials if trial.ended]
     busy, until = 0.0, 0.0
     for begin, end in sorted((end - seconds, end) for end, seconds in ends):
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
     return busy
+
+
+SCORE = "the mean of the primary metrics of all tasks"
+BASELINE = "best constant"  # column of the best constant predictions
+
+
+def objectives_text(metrics: Sequence[str], directions: Sequence[str]) -> str:
+    return ", ".join(map(" ".join, zip(directions, metrics, strict=True)))
+
+
+def score_message(record: StudyRecord) -> str:
+    with own_loop_of(record.definition):
+        return f"`score` is {SCORE}." if "score" in record.metric_names and not has_own_loop() else ""
+
+
+def objective_values(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
+    """Return the values of the objectives, each with its best constant prediction if known."""
+    baseline = trial.telemetry.get("baseline") or {}
+    pairs = zip(record.metric_names, trial.values or (), strict=True)
+    return {
+        metric: with_baseline(format_metric(metric, value), baseline.get(metric)) for metric, value in pairs
+    }
+
+
+def with_baseline(value: str, baseline: Any) -> str:
+    return f"{value} (best constant prediction {format_number(baseline)})" if is_number(baseline) else value
+
+
+def rank_name(trial: TrialRecord) -> str:
+    return "nearest" if violation(trial.constraints) else "best"
+
+
+def resume_message(study: str) -> str:
+    """Name the commands to continue a paused or cancelled study."""
+    return f"To continue it: hpo resume {study}, then hpo worker {study}"
+
+
+def progress_message(counts: Mapping[str, int], *, has_budget: bool = False) -> str:
+    """Describe the progress of a study. A budget may end it with fewer trials."""
+    paused = f", {counts['paused']} paused" if counts.get("paused") else ""
+    at_most = "at most " if has_budget else ""
+    return f"{counts['done']} of {at_most}{sum(counts.values())} trials ended{paused}"
+
+
+def paused_message(record: StudyRecord) -> str:
+    """Tell how many trials are paused and when they continue; empty if none is paused."""
+    paused = record.counts.get("paused", 0)
+    factor = PrunerConfig.model_validate(record.definition.get("pruner", {})).options.get("reduction_factor")
+    if not paused or not factor:
+        return ""
+    return (
+        f"{plural(paused, 'trial')} paused. The best 1 in {factor} at each rung continue. More continue when "
+        "no new trial is left."
+    )
+
+
+def limit_messages(record: StudyRecord) -> list[str]:
+    """Count the trials within the limits, and name the nearest trial if there is none."""
+    counts = limit_counts(record)
+    if not counts or not (counts["complete"] or counts["ended_early"]):
+        return []
+    parts = [f"{counts['met']} of {plural(counts['complete'], 'complete trial')} within all limits."]
+    if counts["ended_early"]:
+        parts.append(f"Ended early over a limit: {plural(counts['ended_early'], 'trial')}.")
+    for metric, count in counts["broken"].items():
+        limit = Limit.model_validate(record.definition["constraints"][metric])
+        parts += [f"Not within `{metric} {limit}`: {plural(count, 'trial')}."] if count else []
+    return [" ".join(parts), *filter(None, [nearest_message(record)])]
+
+
+def budget_messages(record: StudyRecord) -> list[str]:
+    """Describe the spent part of the budget; empty without a budget."""
+    budget = budget_status(record)
+    if budget is None:
+        return []
+    share = format_percent(budget["spent_hours"] / budget["hours"])
+    text = f"{budget['spent_hours']:.3g} of {budget['hours']:.3g} device-hours spent ({share})."
+    for part in ("by_precision", "by_outcome"):
+        hours = ", ".join(f"{name} {hours:.3g} h" for name, hours in budget[part].items())
+        text += f" {part.replace('_', ' ').capitalize()}: {hours}." if hours else ""
+    return [text, *filter(None, [budget["unspent"]])]

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -31,10 +31,8 @@ from hpo.study.reading.study_record import (
     device_kinds,
 )
 
-OUTCOMES = (*Outcome, "running", "waiting")
-"""Order of outcomes in tables."""
-ON = " on "
-"""Separator of a precision and a kind of device."""
+OUTCOMES = (*Outcome, "running", "waiting")  # order of outcomes in tables
+ON = " on "  # separator of a precision and a kind of device
 UNKNOWN = "unknown"
 QUANTITIES = (
     "train_examples_per_second",
@@ -87,9 +85,8 @@ class StudyTables:
     def trials(self) -> pd.DataFrame:
         """One row per trial: outcome, precision facts, cost, `objective.<metric>`, `param.<name>`.
 
-        `meets_limits` is known for complete trials. `counts`: the trial ran its requested precision.
-        `counts_for_speed`: its throughput may be compared. `device`: its kind. `start_seconds` and
-        `end_seconds` are relative to the study's first trial.
+        `counts`: the trial ran its requested precision. `counts_for_speed`: its throughput may be compared.
+        `device`: its kind.
         """
         trials, kinds = self.record.trials, device_kinds(self.record.trials)
         started = pd.to_datetime([trial.started for trial in trials], utc=True)
@@ -159,7 +156,6 @@ class StudyTables:
 
     @cached_property
     def complete(self) -> pd.DataFrame:
-        """Rows of complete `trials` with finite values."""
         numbers = [trial.number for trial in complete_trials(self.record)]
         return self.trials[self.trials["number"].isin(numbers)]
 
@@ -222,7 +218,6 @@ class StudyTables:
         return pd.DataFrame(rows, columns=[*names, *empty])
 
     def _summary(self, group: pd.DataFrame) -> dict[str, Any]:
-        """The columns of `by_precision` after its keys, over these rows of `trials`."""
         counted = group[group["counts"]]
         complete = counted[counted["outcome"].eq(Outcome.COMPLETE)]
         trained = counted[counted["train_examples_per_second"].notna()]
@@ -250,22 +245,22 @@ class StudyTables:
 
     @cached_property
     def evaluations(self) -> pd.DataFrame:
-        """One row per evaluation of a trial: trial, precision, step, epoch, seconds, speed, every metric.
-
-        A metric of a task is in the column `<task>/<metric>`.
-        """
+        """One row per evaluation of a trial; a metric of a task is in the column `<task>/<metric>`."""
         rows = [
             {"number": trial.number, "precision": precision}
             | {name: value for name, value in vars(row).items() if name != "metrics"}
-            | dict(_flat(row.metrics))
+            | dict(row.metrics)
             for trial, precision in zip(self.record.trials, self.trials["precision"], strict=True)
             for row in trial.evaluations
         ]
-        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["number", "precision", "step", "epoch"])
+        return (
+            pd.json_normalize(rows, sep="/")
+            if rows
+            else pd.DataFrame(columns=["number", "precision", "step", "epoch"])
+        )
 
 
 def precision_table(tables: StudyTables) -> Rows:
-    """`StudyTables.by_precision` as text."""
     summary = tables.by_precision
     has_devices = summary["device"].nunique() > 1
     has_energy = summary["train_joules_per_example_median"].notna().any()
@@ -305,7 +300,6 @@ def differing_settings(trials: pd.DataFrame) -> list[str]:
 
 
 def searched_parameters(trials: pd.DataFrame) -> list[str]:
-    """Return the parameters with a column `param.<name>`, without the precision."""
     names = (column.removeprefix("param.") for column in trials if column.startswith("param."))
     return [name for name in names if name != PRECISION]
 
@@ -317,12 +311,10 @@ def precision_order(precision: str) -> tuple[int, str]:
 
 
 def group_order(label: str) -> tuple[tuple[int, str], str]:
-    """Sort key of the labels of `StudyTables.groups`."""
     return precision_order(label.partition(ON)[0].partition(", ")[0]), label
 
 
 def _lacking(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
-    """The reason why a device cannot run the precision; empty if it can."""
     supported = support(name, DeviceInfo.from_facts(facts))
     runs = supported.level == "native" or (supported.level == "emulated" and allow_emulated)
     return "" if runs else supported.reason
@@ -334,18 +326,7 @@ def _largest_logits_error(trial: TrialRecord) -> float | None:
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:
-    """`values["a"]["b"]` for the path `a.b`; None if missing."""
     value: Any = values
     for name in path.split("."):
         value = (value or {}).get(name)
     return value
-
-
-def _flat(metrics: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The metrics, a task's as `task/metric`."""
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            for inner, number in _flat(value):
-                yield f"{name}/{inner}", number
-        else:
-            yield name, value

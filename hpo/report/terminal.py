@@ -45,10 +45,7 @@ def print_parts(parts: Iterable[Part]) -> None:
 
 
 def print_live(screens: Iterable[tuple[object, Iterable[Part]]]) -> None:
-    """Show screens, each with its facts. On a terminal each replaces the one before.
-
-    In a log file a screen is printed only if its facts have changed.
-    """
+    """Show screens in place of each other. A log file gets a screen if its facts have changed."""
     console, before = Console(highlight=False), None
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         for facts, parts in screens:
@@ -69,12 +66,10 @@ def _rendered(part: Part) -> RenderableType:
 
 
 def warning(text: str) -> Text:
-    """Format a caveat about the figures."""
     return Text.assemble(("Warning: ", "bold yellow"), one_line(text))
 
 
 def one_line(text: str) -> str:
-    """Return the text in one line, without control characters."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 

@@ -20,14 +20,12 @@ PARTS = "fp32_parts"
 FORMATS = ("adapter", "base_precision", "optimizer_state", PARTS, "attention", "compile")
 """Settings, other than `fp_precision`, of how numbers are stored or computed."""
 
-_FULL = ("fp32", "tf32")
-"""Precisions with all parts in fp32 anyway."""
+_FULL = ("fp32", "tf32")  # precisions with all parts in fp32 anyway
 
 
 def differing_formats(
     trials: Sequence[TrialRecord], definition: Mapping[str, Any]
 ) -> dict[str, Sequence[str]]:
-    """Return the requested value of each trial, by setting, for the formats that differ."""
     columns = _unusual_columns(trials, definition).items()
     return {name: values for name, values in columns if len({*values}) > 1}
 
@@ -43,7 +41,6 @@ def shared_formats(trials: Sequence[TrialRecord], definition: Mapping[str, Any])
 def _unusual_columns(
     trials: Sequence[TrialRecord], definition: Mapping[str, Any]
 ) -> dict[str, Sequence[str]]:
-    """The requested value of each trial, by setting, without defaults that are not searched."""
     formats = [trial_formats(trial, definition) for trial in trials]
     columns = {name: [one[name] for one in formats] for name in FORMATS}
     space = definition.get("search_space") or {}
@@ -93,7 +90,7 @@ def precision_facts(trial: TrialRecord) -> str:
     if not precision:
         return "Nothing about its precision is stored."
     verdict = {
-        True: "the observation agrees",
+        True: "as requested",
         False: "this is NOT the requested precision",
         None: "the precision is unverified",
     }[precision.get("agrees") if precision.get("observed") else None]
@@ -117,7 +114,7 @@ def observed_precision(trial: TrialRecord) -> str:
         return "nothing"
     products = dict(observed.get("linear_products", {}))
     unmeasured = products.pop("unmeasured", 0)
-    seen = [f"{count} weights multiplied in {name}" for name, count in products.items()]
+    seen = [f"products of {count} weight matrices in {name}" for name, count in products.items()]
     seen += [f"{unmeasured} weights not measured"] if unmeasured else []
     seen += [f"{count} float8 layers"] if (count := observed.get("float8_linears")) else []
     seen.append("TF32 on" if observed["tf32"] else "TF32 off")
@@ -145,7 +142,6 @@ def _default(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text, and a list of parts by its names."""
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError):  # a name of the user's own code
             value = json.loads(value)

@@ -74,7 +74,6 @@ def _log_messages(lines: IO[str], tracker: TrackerName, log: Path) -> None:
 
 
 def _wait(process: subprocess.Popen[str]) -> str:
-    """Wait for the end of the process; return the problem if it did not finish its work."""
     try:
         code = process.wait(LEAVE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -24,8 +24,7 @@ from hpo.redaction import without_secrets
 from hpo.report.report import write_report
 from hpo.study.reading.study_record import StudyRecord, is_over
 from hpo.track.mlflow_runs import MlflowTracker
-from hpo.track.runs import Run, digest_of, runs_of
-from hpo.track.settings import without_secret_settings
+from hpo.track.runs import Run, digest_of, runs_of, without_secret_settings
 from hpo.track.tensorboard_files import TensorboardTracker
 from hpo.track.wandb_runs import WandbTracker
 from hpo.versions import install_hint
@@ -57,8 +56,6 @@ class Tracker(Protocol):
 
 @dataclass
 class Shown:
-    """The state of a tracker after an update."""
-
     runs: int
     """Number of trials in the tracker."""
     changed: int
@@ -112,8 +109,7 @@ class Follower:
     def follow(self, stop: threading.Event, idle_seconds: float = IDLE_SECONDS) -> Shown:
         """Update the tracker until the study has ended, `stop` is set, or no worker was live for some time.
 
-        If the tracker is unreachable, log this once and try again. Raises TrackerError if the last update
-        fails.
+        An unreachable tracker is logged once and tried again. Raises TrackerError if the last update fails.
         """
         is_away = False
         while True:
@@ -143,10 +139,7 @@ class Follower:
 
 
 def write_files(record: StudyRecord, folder: Path) -> None:
-    """Write the report of a study and its definition, without secrets.
-
-    Raises TrackerError if a damaged record breaks the report.
-    """
+    """Write the report of a study and its definition, without secrets. Raises TrackerError."""
     record = replace(record, definition=without_secret_settings(record.definition))
     try:
         write_report(record, folder / "report")
@@ -161,10 +154,7 @@ def write_files(record: StudyRecord, folder: Path) -> None:
 
 
 def open_tracker(name: TrackerName, record: StudyRecord, token: str, folder: Path) -> Tracker:
-    """Return the tracker of this name for a study. Its files go to `folder`.
-
-    Raises InputError if its package is not installed or its address is unknown.
-    """
+    """Return the tracker of this name for a study. Raises InputError if it cannot be used."""
     try:
         if name == "mlflow":
             return MlflowTracker(record.name, token)

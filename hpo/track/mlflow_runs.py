@@ -49,14 +49,11 @@ MAX_PARAMS, MAX_METRICS = 100, 900
 
 @dataclass
 class _Known:
-    """Content of a run in MLflow."""
-
     run_id: str
     digest: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     params: set[str] = field(default_factory=set)
-    steps: set[int] | None = None
-    """Steps of the run's points; None: not read yet."""
+    steps: set[int] | None = None  # steps of the run's points; None: not read yet
 
 
 class MlflowTracker:
@@ -117,7 +114,6 @@ class MlflowTracker:
                 self._client = self._new_client(tracking_uri=address)
 
     def _send(self, known: _Known, run: Run) -> None:
-        """Send new metrics, params and the state."""
         from mlflow.entities import Metric, Param
 
         if known.steps is None:
@@ -159,7 +155,6 @@ class MlflowTracker:
         known.digest = run.digest
 
     def _find(self, run: Run) -> _Known:
-        """Return the content of the run in MLflow; create the run if it is missing."""
         if not self._experiment_id:
             experiment = self._find_experiment()
             self._known = self._search(experiment)
@@ -227,7 +222,6 @@ class MlflowTracker:
             raise TrackerError(f"MLflow at {self._address} {self._meaning(error)} ({message})") from error
 
     def _meaning(self, error: Exception) -> str:
-        """Explain the error and its remedy."""
         status = _status_of(error)
         if status == 401:
             return "must know this user. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."

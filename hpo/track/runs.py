@@ -3,17 +3,28 @@
 The key of a run is the same in any database, so another machine or a copy of the study finds the run again. A
 paused and continued trial is one run. Anybody who can write to the database controls names and texts, so
 control characters and names that MLflow refuses are replaced. Passwords and tokens are replaced too.
+
+A setting has its name in the study file, such as `data.source`. A setting of `training` has its bare name,
+so that `learning_rate` is one column, whether a study fixes or searches it.
+
+TensorBoard and W&B have a folder for each run, with a note of the shown state. A folder with an outdated note
+is written anew, because files do not show what a killed command left in them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
+from hpo.config.definition import CHANGEABLE
+from hpo.config.trial_settings import BUDGETS
 from hpo.errors import printable, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
@@ -22,7 +33,81 @@ from hpo.report.formats import format_value
 from hpo.report.trial_precision import observed_precision
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, is_over
 from hpo.study.store.schema import EvaluationRow
-from hpo.track.settings import is_changeable, is_secret, section, study_settings, trial_settings
+
+_SECRET_NAME = re.compile(
+    r"(?i)(?:password|passwd|passphrase|secret|(?:^|[._-])(?:pass|pwd|credentials?)|(?:^|\.)token|"
+    r"(?:hf|api|access|auth|secret|private)[_-]?(?:key|token)s?|[_-](?:key|token))$"
+)
+_OTHER_NAME = re.compile(
+    r"(?i)(?:^|[._-])(?:pad|cls|mask|sep|bos|eos|unk|text|label|sort|group|first|study)[_-](?:key|token|pass)$"
+)
+"""Names of other settings, such as those of a tokenizer."""
+
+
+def is_secret(name: str) -> bool:
+    """Return True if a setting of this name may hold a password or a token."""
+    return bool(_SECRET_NAME.search(name)) and not _OTHER_NAME.search(name)
+
+
+def without_secret_settings(content: Any) -> Any:
+    """Return the content of a study file with `***` for the values of secret settings."""
+    if isinstance(content, Mapping):
+        return {
+            name: HIDDEN if value and is_secret(name) else without_secret_settings(value)
+            for name, value in content.items()
+        }
+    return [without_secret_settings(item) for item in content] if isinstance(content, list) else content
+
+
+def is_changeable(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{key}.") for key in CHANGEABLE)
+
+
+def study_settings(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a study: distributions, named `search_space.NAME`, and fixed values."""
+    space = section(definition, "search_space")
+    settings = {f"search_space.{name}": distribution for name, distribution in space.items()}
+    return settings | _fixed(definition, space)
+
+
+def trial_settings(definition: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a trial: searched values, and fixed values that cannot change."""
+    fixed = _fixed(definition, params).items()
+    return {**params, **{name: value for name, value in fixed if name.partition(".")[0] not in CHANGEABLE}}
+
+
+def _fixed(definition: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = ("given", "name", "tags", "search_space", "training")
+    fixed = _flat({key: value for key, value in definition.items() if key not in left_out})
+    training = section(definition, "training")
+    training |= section(training, "option")
+    training.pop("option", None)
+    if any(searched.get(budget) is not None for budget in BUDGETS):
+        training = {name: value for name, value in training.items() if name not in BUDGETS}
+    # These settings of `training` replace those of another section.
+    for name, other in (("encoder", "model"), ("init_scale", "amp")):
+        if name in searched or training.get(name) is not None:
+            replaced = f"{other}.{name}."
+            fixed = {key: value for key, value in fixed.items() if not f"{key}.".startswith(replaced)}
+        else:
+            training.pop(name, None)
+    return {name: value for name, value in (_flat(training) | fixed).items() if name not in searched}
+
+
+def section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = content.get(name)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _flat(content: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{above}{name}.")
+        else:
+            flat[f"{above}{name}"] = value
+    return flat
+
 
 Status = Literal["running", "waiting", "finished", "stopped", "failed"]
 MAX_NAME, MAX_TEXT = 200, 5000
@@ -38,8 +123,7 @@ class Point:
     """One evaluation of a trial, or the state of a study."""
 
     step: int
-    time: float
-    """Seconds since 1970: start of the trial plus its training time."""
+    time: float  # seconds since 1970: start of the trial plus its training time
     metrics: Mapping[str, float]
     """Values by `task/metric`. The last metric is the `marker` of the run."""
 
@@ -48,27 +132,21 @@ class Point:
 class Run:
     """Content of a run: a trial or a study."""
 
-    key: str
-    """Token of the study, and number of the trial or `study`."""
+    key: str  # token of the study, and number of the trial or `study`
     name: str
     status: Status
     """`waiting`: paused or preempted. `stopped`: by the pruner, a limit or a person."""
-    started: float
-    """Seconds since 1970, like `ended`."""
+    started: float  # seconds since 1970, like `ended`
     ended: float | None
-    params: Mapping[str, str | float]
-    """Settings that cannot change, searched and fixed."""
-    facts: Mapping[str, str]
-    """Tags of the study, changeable settings, outcome, device and precisions."""
+    params: Mapping[str, str | float]  # settings that cannot change, searched and fixed
+    facts: Mapping[str, str]  # tags of the study, changeable settings, outcome, device and precisions
     points: Sequence[Point]
-    results: Mapping[str, float]
-    """Final values by `trial/NAME`; empty while the trial runs."""
+    results: Mapping[str, float]  # final values by `trial/NAME`; empty while the trial runs
     study: Run | None = None
     """Run of the trial's study. None: this is a study."""
 
     @property
     def marker(self) -> str:
-        """Last metric of every point."""
         return "epoch" if self.study else "trials_ended"
 
     @property
@@ -187,7 +265,6 @@ def _trial_facts(trial: TrialRecord, settings: Mapping[str, Any]) -> dict[str, A
 
 
 def _agreement(stored: Mapping[str, Any]) -> str | None:
-    """Return whether the observed precision agrees; None if none was observed."""
     if not stored.get("observed"):
         return None
     return "unverified" if stored.get("agrees") is None else format_value(stored["agrees"])
@@ -213,7 +290,6 @@ def _results(record: StudyRecord, trial: TrialRecord) -> Iterator[tuple[str, flo
 
 
 def _numbers(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers among nested values, named `outer/inner`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{above}{name}/")
@@ -243,10 +319,37 @@ def _value(name: str, value: Any) -> str | float:
 
 
 def _text(value: Any) -> str:
-    """Return `value` as text without secrets, control characters and halves of surrogate pairs."""
     return _sendable(str(value))
 
 
 @lru_cache(10_000)  # the trials of a study share most of their texts
 def _sendable(text: str) -> str:
     return shorten(without_secrets(printable(text.encode(errors="replace").decode())), MAX_TEXT)
+
+
+NOTE = "hpo.json"
+
+
+def is_noted(folder: Path, run: Run) -> bool:
+    return _note(folder / NOTE) == {"key": run.key, "digest": run.digest}
+
+
+def note(folder: Path, run: Run) -> None:
+    temporary = folder / f".{NOTE}"
+    temporary.write_text(json.dumps({"key": run.key, "digest": run.digest}))
+    temporary.replace(folder / NOTE)
+
+
+def forget_other_studies(folder: Path, token: str) -> None:
+    """Remove the runs of a deleted study of the same name, which had another token."""
+    for path in folder.glob(f"*/{NOTE}"):
+        if not str(_note(path).get("key")).startswith(f"{token}-"):
+            shutil.rmtree(path.parent)
+
+
+def _note(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpo.track.run_folders import forget_other_studies, is_noted, note
-from hpo.track.runs import Run
+from hpo.track.runs import Run, forget_other_studies, is_noted, note
 
 
 class TensorboardTracker:

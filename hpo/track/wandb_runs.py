@@ -17,11 +17,9 @@ from typing import Any
 
 from hpo.errors import TrackerError, shorten
 from hpo.redaction import without_secrets
-from hpo.track.run_folders import is_noted, note
-from hpo.track.runs import Run
+from hpo.track.runs import Run, is_noted, note
 
-INIT_SECONDS = 30.0
-"""Time limit of W&B to open a run."""
+INIT_SECONDS = 30.0  # time limit of W&B to open a run
 
 
 class WandbTracker:

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-FIRST_STEP_SHARE = 0.005
-"""Half of the first step, as an assumed share of a budget in seconds."""
+FIRST_STEP_SHARE = 0.005  # half of the first step, as an assumed share of a budget in seconds
 
 
 @dataclass(frozen=True)
@@ -19,11 +18,9 @@ class Budget:
     """Length of a training: exactly one of the two limits is set."""
 
     max_steps: int | None = None
-    max_seconds: float | None = None
-    """Seconds of training, without evaluation and compilation."""
+    max_seconds: float | None = None  # seconds of training, without evaluation and compilation
 
     def used(self, state: TrainState) -> float:
-        """Return the used share, from 0 to 1 (and over, in seconds)."""
         return self._share(state.step, state.train_seconds)
 
     def learning_rate_position(self, state: TrainState) -> float:
@@ -58,29 +55,22 @@ class TrainState:
 
     step: int = 0
     epoch: int = 0
-    batch: int = 0
-    """Finished batches of this epoch."""
-    num_examples: float = 0.0
-    """A window counts as its part of an example."""
+    batch: int = 0  # finished batches of this epoch
+    num_examples: float = 0.0  # A window counts as its part of an example
     num_tokens: int = 0
     loss_sum: float | Tensor = 0.0
     """Sum over the `num_losses` steps since the last evaluation; in fp64, on the device."""
     num_losses: int = 0
     train_seconds: float = 0.0
-    step_seconds: float = 0.0
-    """Duration of the last step."""
+    step_seconds: float = 0.0  # duration of the last step
     evaluation_seconds: float = 0.0
-    evaluation_scoring_seconds: float = 0.0
-    """Decoding and scoring, a part of `evaluation_seconds`."""
-    callback_seconds: float = 0.0
-    """Time in callbacks of the study's own code."""
+    evaluation_scoring_seconds: float = 0.0  # decoding and scoring, a part of `evaluation_seconds`
+    callback_seconds: float = 0.0  # time in callbacks of the study's own code
     num_evaluations: int = 0
     micro_batch_size: int = 0
     oom_halvings: int = 0
-    num_graphs: int = 0
-    """Shapes recorded as CUDA graphs by this process."""
-    graph_problem: str = ""
-    """Reason why this process records no more graphs; empty: no problem."""
+    num_graphs: int = 0  # shapes recorded as CUDA graphs by this process
+    graph_problem: str = ""  # reason why this process records no more graphs; empty: no problem
 
     def count_step(self, loss: Tensor, num_examples: float, num_tokens: int) -> None:
         self.step += 1

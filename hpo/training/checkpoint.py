@@ -1,14 +1,10 @@
 """Checkpoints of a trial: written under a temporary name, flushed, renamed. They survive a kill.
 
 A checkpoint is a folder with `model.safetensors` and `state.pt` (plain containers and tensors, read with
-`weights_only=True`). A folder with its final name was complete at its renaming. A later truncation does not
-fit its header (safetensors) or directory (zip). Then the previous checkpoint is used.
-
-The header of the weights holds the resume key: everything a resume must have in common (configuration,
-effective precision, device type, shapes of the weights). A store reads and replaces only its own key.
-
-A failed write (a full disk) does not end the trial. It leaves no partial files, keeps the previous
-checkpoints, and is recorded in `problems`, like a checkpoint that cannot be resumed.
+`weights_only=True`). If it is truncated later, the previous checkpoint is used. The header of the weights
+holds the resume key: everything a resume must have in common (configuration, effective precision, device
+type, shapes of the weights). A store reads and replaces only its own key. A failed write (a full disk) does
+not end the trial: it keeps the previous checkpoints and is recorded in `problems`.
 
     <trial folder>/
         step-00000120/      for a resume: the two newest while the trial runs, then the last
@@ -105,10 +101,7 @@ class CheckpointStore:
         state: Mapping[str, Any] | None = None,
         best: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write `weights` for a resume with `state`, as the best so far with `best`, or both.
-
-        Then drop replaced checkpoints. Waits for the previous write.
-        """
+        """Write `weights` for a resume with `state`, as the best so far with `best`, or both."""
         self.wait()
         try:
             self._writing = self._writer.submit(self._save, step, *_copied((weights, state, best)))
@@ -271,7 +264,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _resume_key(path: Path) -> str | None:
-    """Return the key of a checkpoint; None if its weights cannot be read."""
     with contextlib.suppress(*_UNREADABLE), safe_open(path / WEIGHTS, framework="pt") as file:
         return (file.metadata() or {}).get(_KEY)
     return None
@@ -282,7 +274,6 @@ def _named(folder: Path, kind: str) -> list[Path]:
 
 
 def _copied(value: Any) -> Any:
-    """Return nested containers with copies of their tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

@@ -1,11 +1,9 @@
 """Several processes (*ranks*) for one model, by DistributedDataParallel under torchrun.
 
-torchrun starts a rank for each GPU, or several on a CPU. Rank 0 is the study's worker; the others follow it
-from trial to trial. Without other ranks, every function here does nothing.
-
-Every rank collates the whole global batch and runs its own rows in micro-batches. So each knows the labelled
-items, examples and tokens of the batch. Losses are normalised over micro-batches and ranks alike. Gradients
-are summed, not averaged: all ranks clip by one norm and skip the same steps.
+Rank 0 is the study's worker; the others follow it from trial to trial. Without other ranks, every function
+here does nothing. Every rank collates the whole global batch and runs its own rows in micro-batches. Losses
+are normalised over micro-batches and ranks alike. Gradients are summed, not averaged: all ranks clip by one
+norm and skip the same steps.
 
 If a rank ran out of memory in a reducing backward pass, the others would wait forever. So the bare model runs
 micro-batches, all ranks agree on their memory (`memory_agreed`), and then a backward pass of 0 through
@@ -13,7 +11,7 @@ DistributedDataParallel sums the accumulated gradients (`GradientSum`).
 
 Rank 0 decides for all (`decide`): its clock, stop requests, the pruner, the checkpoint for a resume. If
 memory runs out on any rank, the trial ends as `oom`. Any other error ends its process, and torchrun ends the
-others: the trial resumes at the next start. A rank counts as hanging after `TIMEOUT` in a step.
+others: the trial resumes at the next start.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ TIMEOUT = timedelta(minutes=15)
 NO_HALVING = "Several ranks do not halve the micro-batch: lower `micro_batch_size`."
 _T = TypeVar("_T")
 
-_decisions: Any = None
-"""Process group for waiting on rank 0, without a timeout."""
+_decisions: Any = None  # process group for waiting on rank 0, without a timeout
 
 
 def is_distributed() -> bool:
@@ -108,10 +105,7 @@ def next_task() -> Any:
 
 @contextlib.contextmanager
 def memory_agreed(advice: str) -> Iterator[None]:
-    """Raise OutOfMemory on all ranks if one of them runs out of memory in the block.
-
-    A process without other ranks raises its own error.
-    """
+    """Raise OutOfMemory on all ranks if one of them runs out of memory in the block."""
     refusal: BaseException | None = None
     try:
         yield

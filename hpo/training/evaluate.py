@@ -1,4 +1,10 @@
-"""Evaluation of a model on one split: logits, the decisions made on them, metrics."""
+"""Evaluation of a model on one split: logits, predictions (class names, numbers, spans), metrics.
+
+Logits of a split are flat float32 arrays in window order: [W, C] of sequence tasks, [T, K] of token tasks,
+with special tokens and without padding. Each kind of task (`hpo.tasks`) joins the windows of one long text. A
+token in several windows is read in its owner, so a long text is one row of tokens. Thresholds (a probability,
+a null offset) are chosen on the validation split and stored with the model as `DecodingThresholds`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +22,74 @@ from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.tasks.example import Example
-from hpo.tasks.kind import Task
+from hpo.tasks.kind import FloatArray, Task, kind_of
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.tokenized_split import IntArray, TokenizedSplit, ragged_arange
 from hpo.training.metrics import score
+
+
+def decode_tasks(
+    tasks: Sequence[Task],
+    logits: Mapping[str, FloatArray],
+    split: TokenizedSplit,
+    decisions: Mapping[str, DecodingThresholds] | None = None,
+    metrics: Mapping[str, str] | None = None,
+) -> tuple[dict[str, list[Any]], dict[str, DecodingThresholds]]:
+    """Return the predictions of every task and their decisions.
+
+    Without `decisions` they are chosen on this split; `metrics` maps a task to the metric to maximise.
+    Evidence is decoded after the predicted classes of its task.
+    """
+    predictions: dict[str, list[Any]] = {}
+    chosen = dict(decisions or {})
+    for task in sorted(tasks, key=lambda task: task.evidence_for is not None):
+        name, labels = task.name, predictions.get(task.evidence_for or "")
+        if not decisions:
+            chosen[name] = choose_decision(task, logits[name], split, labels, (metrics or {}).get(name))
+        predictions[name] = decode(task, logits[name], split, chosen[name], labels)
+    return predictions, {task.name: chosen[task.name] for task in tasks}
+
+
+def decode(
+    task: Task,
+    logits: FloatArray,
+    split: TokenizedSplit,
+    decision: DecodingThresholds,
+    predicted_labels: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Return one prediction per example; see `Kind.decode`. Check the logits for NaN before."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return kind_of(task).decode(logits, split, decision, predicted_labels)
+
+
+def class_probabilities(
+    tasks: Sequence[Task], logits: Mapping[str, FloatArray], split: TokenizedSplit
+) -> dict[str, NDArray[np.float64]]:
+    """Return each example's probability of each class, [E, C], for tasks with classes."""
+    by_task = {task.name: kind_of(task).probabilities(logits[task.name], split) for task in tasks}
+    return {name: values for name, values in by_task.items() if values is not None}
+
+
+def choose_decision(
+    task: Task,
+    logits: FloatArray,
+    split: TokenizedSplit,
+    predicted_labels: Sequence[Any] | None = None,
+    metric: str | None = None,
+) -> DecodingThresholds:
+    """Return the decision with the best metric of the task (default: its primary one) on this split.
+
+    In place of a metric of the study's own code, the first of its kind decides. Only rows annotated for the
+    task count.
+    """
+    kind = kind_of(task)
+    metric = metric or task.primary_metric
+    metric = metric if metric in kind.metrics else kind.metrics[0]
+    rows = [row for row, example in enumerate(split.examples) if task.name in example.annotated]
+    if not rows:
+        return DecodingThresholds()
+    with np.errstate(invalid="ignore", over="ignore"):
+        return kind.choose(logits, split, rows, metric, predicted_labels)
 
 
 @dataclass(frozen=True)
@@ -29,20 +99,15 @@ class Evaluation:
     step: int
     epoch: float
     budget_used: float
-    seconds: float
-    """Training seconds so far."""
-    metrics: dict[str, dict[str, float]]
-    """{task: {metric: value}}."""
+    seconds: float  # training seconds so far
+    metrics: dict[str, dict[str, float]]  # {task: {metric: value}}
     decisions: dict[str, DecodingThresholds]
     """Thresholds from logits to predictions, chosen on this split for use on other splits."""
     examples_per_second: float | None
     """Rate of forward passes, without decoding and scoring. None: not measured."""
-    train_loss: float
-    """Mean over the steps since the last evaluation."""
-    index: int
-    """1 for the first evaluation of a trial."""
-    rates: dict[str, float | None]
-    """Throughput of training so far."""
+    train_loss: float  # mean over the steps since the last evaluation
+    index: int  # 1 for the first evaluation of a trial
+    rates: dict[str, float | None]  # throughput of training so far
     source_metrics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """{source: {task: {metric: value}}} for the tasks that several sources of the data have."""
     values: tuple[float, ...] = ()
@@ -52,7 +117,6 @@ class Evaluation:
 
     @property
     def is_last(self) -> bool:
-        """True if the trial ends by itself with this evaluation."""
         return bool(self.ends_trial) or self.budget_used >= 1
 
     @classmethod
@@ -94,8 +158,8 @@ def predict_logits(
 ) -> dict[str, NDArray[np.float32]]:
     """Return fp32 logits by task in window order: [W, K] of sequence tasks, [T, K] of token tasks.
 
-    `batches` are windows from `evaluation_batches`; windows in no batch stay 0. The model has `tasks`. If
-    memory runs out, a batch is halved. `on_batch` runs before each.
+    `batches` are windows from `evaluation_batches`; windows in no batch stay 0. If memory runs out, a batch
+    is halved. `on_batch` runs before each.
     """
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     rows = {"sequence": split.num_windows, "token": split.num_tokens}

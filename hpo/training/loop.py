@@ -4,7 +4,7 @@
   (`hpo.training.losses`).
 - Seeds of dropout masks come from (seed, step), and of an epoch's batches from (seed, epoch). They are the
   same after a resume and in a repeated step.
-- The learning rate follows the used share of the budget (`hpo.training.schedule`).
+- The learning rate follows the used share of the budget (`hpo.training.optim`).
 - With fused optimisers, only every `CHECK_EVERY`-th step waits for the device. The fp32 fallback waits for
   each loss.
 """
@@ -34,8 +34,6 @@ from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import manual_seed, step_seed
 from hpo.tasks.tokenized_split import IntArray
 from hpo.training.budget import Budget, TrainState
-from hpo.training.clock import TrainingClock
-from hpo.training.decoding import decode_tasks
 from hpo.training.distributed import (
     NO_HALVING,
     GradientSum,
@@ -47,13 +45,13 @@ from hpo.training.distributed import (
     rows_of_rank,
     world_size,
 )
-from hpo.training.evaluate import Evaluation, check_finite, predict_logits, scores_by_source
+from hpo.training.evaluate import Evaluation, check_finite, decode_tasks, predict_logits, scores_by_source
 from hpo.training.losses import MultitaskLoss
 from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory
-from hpo.training.optim import gradient_norm, is_fused, step_unless
-from hpo.training.schedule import schedule_factor, set_learning_rate
+from hpo.training.optim import gradient_norm, is_fused, schedule_factor, set_learning_rate, step_unless
 from hpo.training.step_graphs import StepGraphs
+from hpo.training.throughput import TrainingClock
 from hpo.training.training_data import TrainingData
 
 CHECK_EVERY = {"cpu": 1, "cuda": 20}

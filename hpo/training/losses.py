@@ -38,10 +38,7 @@ def check_loss(tasks: Iterable[Task], loss: str) -> None:
 
 
 def count_items(task: Task, target: Tensor) -> int:
-    """Return the number of labelled items of a target (see `hpo.tasks.kind`). On a GPU it waits.
-
-    An item is labelled if any of its classes or names is.
-    """
+    """Return the number of items with a labelled class or name (`hpo.tasks.kind`). On a GPU it waits."""
     return int(kind_of(task).labelled(target).sum())
 
 
@@ -55,9 +52,9 @@ def loss_sum(
 ) -> Tensor:
     """Return the fp32 sum of the task's loss over the labelled items. Shapes: `hpo.tasks.kind`.
 
-    `class_weight` comes from `Kind.class_weights`, on the device of the logits. `attention_mask_BL` (nonzero
-    at real tokens) excludes padding from span_extraction's softmax over positions. The other kinds mark
-    padding in their targets. A batch without items has a loss of 0 and a gradient of 0.
+    `class_weight` comes from `Kind.class_weights`. `attention_mask_BL` (nonzero at real tokens) excludes
+    padding from span_extraction's softmax; the other kinds mark padding in their targets. A batch without
+    items has a loss of 0 and a gradient of 0.
     """
     kind = kind_of(task)
     extension = LOSSES.get(options.loss)

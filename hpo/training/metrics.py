@@ -51,14 +51,11 @@ class RowStatistics:
     """
 
     task: Task
-    num_examples: int
-    """All examples of the split, also without annotation."""
-    index_N: NDArray[np.intp]
-    """Numbers of the annotated examples, ascending."""
+    num_examples: int  # all examples of the split, also without annotation
+    index_N: NDArray[np.intp]  # numbers of the annotated examples, ascending
     counts_NC: Mapping[str, Any]
     """`hits`, `true` and `predicted` by class or span name, sparse. Empty for a regression."""
-    values_N: Mapping[str, FloatArray]
-    """Other terms of the kind by name."""
+    values_N: Mapping[str, FloatArray]  # other terms of the kind by name
     rows: tuple[Sequence[Any], Sequence[Any]] = ((), ())
     """Truths and predictions, for metrics of the study's own code."""
     _drawn: dict[bytes, dict[str, FloatArray]] = field(
@@ -95,9 +92,8 @@ class RowStatistics:
         return {name: np.array(by_sample) for name, by_sample in values.items()}
 
     def scores_without_each(self) -> dict[str, FloatArray]:
-        """Return the metrics [N] without each row in turn, for the jackknife.
-
-        `f1_macro` is the mean over the classes of all rows, as in `weighted_scores`.
+        """Return the metrics [N] without each row in turn, for the jackknife, with the classes of all
+        rows.
         """
         sums = {name: values_N.sum() - values_N for name, values_N in self.values_N.items()}
         counts = {
@@ -137,15 +133,14 @@ def _number(name: str, value: Any) -> float:
 
 
 def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
-    """Return the metrics `task.metrics` of one prediction per example."""
     return row_statistics(task, predictions, examples).scores()
 
 
 def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]) -> Any:
     """Return the objective `score`: the mean of the tasks' primary metrics; None if a task lacks its metric.
 
-    The mean of the other tasks would be another quantity. An r2 below 0 counts as 0, or one diverged
-    regression would decide the search. Metrics are numbers, or arrays of one shape.
+    An r2 below 0 counts as 0, or one diverged regression would decide the search. Metrics are numbers, or
+    arrays of one shape.
     """
     values = [metrics[task.name].get(task.primary_metric) for task in tasks]
     primary = [np.maximum(value, 0) for value in values if value is not None]

@@ -24,8 +24,8 @@ def within_memory(
 ) -> _T:
     """Return `attempt()`. While memory runs out, halve the micro-batch and repeat it.
 
-    The attempt runs `batch` in micro-batches of `state.micro_batch_size`. If `release` frees unneeded memory,
-    the micro-batch is not halved. Several ranks do not halve. Raises OutOfMemory if one example does not fit.
+    If `release` frees unneeded memory, the micro-batch is not halved. Several ranks do not halve. Raises
+    OutOfMemory if one example does not fit.
     """
     num_rows, length = batch.input_ids_BL.shape
     while True:

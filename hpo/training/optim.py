@@ -1,4 +1,4 @@
-"""Optimisers, the learning rates of their parameter groups, and a step's norm.
+"""Optimisers, the learning rates of their parameter groups and their schedule, and a step's norm.
 
 Heads have the rate `head_learning_rate`. The encoder's highest layer has `learning_rate`, each layer below it
 `layerwise_lr_decay` times the rate above, the embeddings the lowest (discriminative fine-tuning: Howard and
@@ -6,10 +6,14 @@ Ruder 2018, arXiv 1801.06146). Biases and norms have no weight decay.
 
 Gradients are accumulated and clipped in the dtype of their weights, by a norm in fp32. Every step is in fp32
 (`hpo.training.float32_optimizer`).
+
+The schedule is a factor of each group's rate, by the used share of the budget. So a budget in seconds works
+like one in steps, and a resumed trial needs no scheduler state.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,8 +24,7 @@ from torch.optim import Optimizer
 
 from hpo import extensions
 from hpo.models.multitask import MultitaskModel, parameter_depths
-from hpo.training.float32_optimizer import Float32Optimizer, start_momentum
-from hpo.training.optimizer_states import state_facts
+from hpo.training.float32_optimizer import Float32Optimizer, start_momentum, state_facts
 
 
 def parameter_groups(
@@ -32,11 +35,10 @@ def parameter_groups(
     weight_decay: float = 0.01,
     layerwise_lr_decay: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Return the groups of trainable parameters for `build_optimizer`.
+    """Return the groups of trainable parameters for `build_optimizer`. Raises ModelError.
 
     Each has `name`, `params`, `lr`, `initial_lr` (the rate before the schedule) and `weight_decay`, 0 for
-    parameters with less than two dimensions. `head_learning_rate` None is `learning_rate`. Raises ModelError
-    for a decay below 1 and an encoder without known layers.
+    parameters with less than two dimensions. `head_learning_rate` None is `learning_rate`.
     """
     head_rate = learning_rate if head_learning_rate is None else head_learning_rate
     depths = parameter_depths(model) if layerwise_lr_decay != 1.0 else {}
@@ -65,8 +67,7 @@ class Lion(Optimizer):
     (the paper, section 5).
     """
 
-    found_inf: Tensor | None = None
-    """1: the next step changes nothing, as in PyTorch's fused optimisers."""
+    found_inf: Tensor | None = None  # 1: the next step changes nothing, as in PyTorch's fused optimisers
 
     def __init__(
         self, params: list[dict[str, Any]], lr: float, betas: tuple[float, float], weight_decay: float = 0.0
@@ -112,7 +113,7 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimiser over `groups`.
 
-    `state` is the format of its moments (`hpo.training.optimizer_states`). Weights in `fp32_state` have
+    `state` is the format of its moments (`hpo.training.float32_optimizer`). Weights in `fp32_state` have
     moments in fp32. `option` has the options of an optimiser of the study's own code.
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
@@ -149,7 +150,6 @@ def build_optimizer(
 
 
 def optimizer_state_facts(optimizer: Optimizer, requested: str) -> dict[str, Any]:
-    """Return the requested and effective `optimizer_state`, and the dtypes and bytes of the moments."""
     if not isinstance(optimizer, Float32Optimizer):
         return {"requested": requested, "effective": "fp32", **state_facts(optimizer.state.values())}
     effective = optimizer.kind if any(optimizer.moments.values()) else "fp32"
@@ -189,3 +189,37 @@ def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
     # Faster than get_total_norm: its kernel converts without the processor's vectors.
     flat = (gradient.reshape(-1).float() for gradient in gradients)
     return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()
+
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda remaining: remaining,
+    "cosine": lambda remaining: 0.5 * (1.0 - math.cos(math.pi * remaining)),
+    "constant": lambda _: 1.0,
+}
+"""Factors after warm-up, by the remaining share of the budget after it."""
+
+
+def own_schedule(name: str, option: Mapping[str, Any]) -> Callable[[float], float] | None:
+    own = extensions.SCHEDULES.get(name)
+    return partial(own.make, options=extensions.options_of(name, option)) if own else None
+
+
+def schedule_factor(
+    schedule: str | Callable[[float], float], progress: float, warmup_ratio: float = 0.0
+) -> float:
+    """Return the factor of the learning rate at `progress`, the used share of the budget.
+
+    It rises linearly from 0 over the first `warmup_ratio`. The last step of a budget in seconds may overrun
+    it.
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup_ratio:
+        return progress / warmup_ratio
+    remaining = (1.0 - progress) / (1.0 - warmup_ratio) if warmup_ratio < 1.0 else 1.0
+    return SCHEDULES[schedule](remaining) if isinstance(schedule, str) else schedule(remaining)
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Set every group's `lr` to `factor` times its `initial_lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor

@@ -1,4 +1,4 @@
-"""Throughput and energy of training steps.
+"""Clocks of training and compilation, throughput and energy of training steps.
 
 The meter sets a mark after each optimiser step: wall time on a CPU, an event on a GPU, without waiting for
 it. Rates leave out the first steps (allocator, autotuning, caches) and the time before a `start`: evaluation,
@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hpo.data.batches import Batch
 from hpo.device import DeviceInfo, EnergyCounter, synchronize
+from hpo.training.budget import TrainState
+from hpo.training.distributed import decide
 
-WARMUP_STEPS = 3
-"""Steps without a rate, unless a trial has no others."""
+WARMUP_STEPS = 3  # steps without a rate, unless a trial has no others
 
-RECENT_STEPS = 1000
-"""Most durations in memory; on a GPU also most pending events."""
+RECENT_STEPS = 1000  # most durations in memory; on a GPU also most pending events
 
 MIN_STRETCH_SECONDS = 2.0
 """The shortest counted stretch of energy: twenty times the longest update period of the counter."""
@@ -119,7 +120,6 @@ class ThroughputMeter:
         return event
 
     def start(self) -> None:
-        """Begin an uninterrupted stretch of steps."""
         if self._num_steps >= self._warmup_steps:
             self._energy.start()
         self._previous = self._mark()
@@ -183,7 +183,6 @@ class ThroughputMeter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers for a checkpoint."""
         self._read_pending()
         totals = {"warmup": self._warmup._asdict(), "after": self._after._asdict()}
         return {**totals, "seconds": list(self._seconds), "energy": self._energy.state_dict()}
@@ -196,3 +195,61 @@ class ThroughputMeter:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+class CompileClock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.num_interruptions = 0
+        self._began = 0.0
+
+    def start(self) -> None:
+        """Begin to count, until the next `torch._dynamo.reset()`."""
+        # Called only for the outermost of nested compilations.
+        torch._dynamo.callback.on_compile_start(self._begin)
+        torch._dynamo.callback.on_compile_end(self._end)
+
+    def _begin(self, _: object) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _: object) -> None:
+        self.num_interruptions += 1
+        self.seconds += time.perf_counter() - self._began
+
+
+class TrainingClock:
+    """Seconds of training, without evaluation, copies for checkpoints, compilation and new CUDA graphs."""
+
+    def __init__(
+        self, state: TrainState, meter: ThroughputMeter, compile_clock: CompileClock | None = None
+    ) -> None:
+        self.state = state
+        self.meter = meter
+        self._compile_clock = compile_clock or CompileClock()
+        self._begin_lap()
+
+    def now(self) -> float:
+        """Return the seconds of a clock that stops during compilation."""
+        return time.perf_counter() - self._compile_clock.seconds
+
+    def start(self) -> None:
+        self.meter.start()
+        self._begin_lap()
+
+    def step(self, num_examples: float, batch: Batch, *, interrupted: bool = False) -> None:
+        """Count a step in the meter. `interrupted`: the step recorded a CUDA graph."""
+        if interrupted or self._compile_clock.num_interruptions != self._interruptions:
+            self.meter.start()
+        else:
+            self.meter.step(num_examples, len(batch.windows_B), batch.num_tokens, batch.input_ids_BL.numel())
+
+    def lap(self) -> float:
+        """Return rank 0's seconds since the last call or `start`; add them to `state.train_seconds`."""
+        before = self._lap
+        self._begin_lap()
+        seconds = decide(lambda: self._lap - before)
+        self.state.train_seconds += seconds
+        return seconds
+
+    def _begin_lap(self) -> None:
+        self._lap, self._interruptions = self.now(), self._compile_clock.num_interruptions

@@ -15,8 +15,6 @@ from hpo.training.budget import TrainState
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The tokens of a trial."""
-
     train: TokenizedSplit
     validation: TokenizedSplit
     pad_id: int

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hpo.config.limits import MEASURED_METRICS, broken_limits
+from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
@@ -35,18 +35,11 @@ from hpo.training.checkpoint import (
     best_checkpoint,
     bits_digest,
 )
-from hpo.training.clock import CompileClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import CompileClock, ThroughputMeter
 from hpo.trial.compat import Compatibility, checked_on
-from hpo.trial.objectives import (
-    final_values,
-    is_better,
-    objective_value,
-    patience_over,
-    undefined_metric,
-)
+from hpo.trial.objectives import final_values, is_better, objective_value, patience_over, undefined_metric
 from hpo.trial.telemetry import Callbacks, TrialRecorder
 
 CHECKPOINT_FORMAT = 12
@@ -54,6 +47,11 @@ CHECKPOINT_FORMAT = 12
 
 UTILIZATION_EVERY = 20
 """Steps between two samples of the device's utilisation and its memory."""
+
+TOO_SHORT = (
+    "the training was too short, after its warm-up and between evaluations, checkpoints and compilations. "
+    "Give it a larger budget, evaluate less often, or use `compile: none`."
+)
 
 RATED_STEPS = 13
 """Steps, with those of the warm-up, before a limit of training speed may end a trial."""
@@ -133,14 +131,6 @@ class BaseRun(ABC):
     @abstractmethod
     def _budget_used(self) -> float:
         """Return the used share of the trial's budget."""
-
-    @abstractmethod
-    def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
-        """Return the reason why a measured metric has no value at the end of the trial."""
-
-    @abstractmethod
-    def _why_undefined(self) -> str:
-        """Return the reason why no evaluation had a value of each objective and limit."""
 
     def _on_values(self, evaluation: Evaluation) -> None:  # noqa: B027
         """Handle an evaluation before it is reported."""
@@ -337,8 +327,8 @@ class BaseRun(ABC):
         measured = self._measured(evaluation)
         for name in self.parts.study.named_metrics:
             if name in MEASURED_METRICS and measured[name] is None:
-                why = self._why_unmeasured(name, evaluation)
-                raise Incompatible(f"the metric {name} has no value: {why}")
+                why = self.energy_counter.missing if name == ENERGY and self.energy_counter else ""
+                raise Incompatible(f"the metric {name} has no value: {why or TOO_SHORT}")
 
     def _broken_early(self, evaluation: Evaluation | None = None) -> str:
         """Return the limits that the trial certainly breaks; empty: none.
@@ -359,7 +349,12 @@ class BaseRun(ABC):
 
     def _finish(self) -> tuple[float, ...]:
         if self.best is None:
-            raise Invalid(self._why_undefined())
+            if not self.state.num_evaluations:
+                raise Invalid("the training function has returned without a report: call `run.report`.")
+            raise Invalid(
+                f"the metric {self.undefined} of an objective or a limit has no value in any evaluation. Use "
+                "another metric."
+            )
         if self.stopped_early:  # in a step that was evaluated before
             self._check_measured(self.last_evaluation)
         if not self._keep_best(self.best):

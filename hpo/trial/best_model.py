@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,10 @@ from hpo.training.checkpoint import best_checkpoint
 from hpo.training.evaluate import Evaluation, check_finite, predict_logits
 from hpo.training.metrics import RowStatistics
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import StoredTrial
 from hpo.versions import installed_versions
 
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation, str]
-
-
-@dataclass(frozen=True)
-class TrialSource:
-    """The trial of a model, as its study recorded it."""
-
-    number: int
-    params: Mapping[str, Any] = field(default_factory=dict)
-    telemetry: Mapping[str, Any] = field(default_factory=dict)
-    detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Its stored detailed evaluations by split, as JSON."""
 
 
 def split_predictions(
@@ -100,7 +90,7 @@ def with_scores(
 
 
 def export_checkpoint(
-    executor: Executor, folder: Path, out_dir: Path, trial: TrialSource, *, merge: bool = False
+    executor: Executor, folder: Path, out_dir: Path, trial: StoredTrial, *, merge: bool = False
 ) -> Path:
     """Write a trial's best checkpoint as a folder for transformers and this package.
 
@@ -173,7 +163,7 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
     return model, config, precision, evaluation, digest
 
 
-def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> dict[str, Any]:
+def provenance(executor: Executor, config: TrialConfig, trial: StoredTrial) -> dict[str, Any]:
     """Return the origin of an exported model for its hpo.json: study, trial and data."""
     study = executor.study
     dataset, precision = executor.dataset, trial.telemetry.get("precision", {})

@@ -35,12 +35,7 @@ LossOfBatch = Callable[[Any, Any], Tensor]
 
 
 def check_precision(
-    model: nn.Module,
-    loss_of_batch: LossOfBatch,
-    batch: Any,
-    precision: str = "bf16",
-    *,
-    repeats: int = 3,
+    model: nn.Module, loss_of_batch: LossOfBatch, batch: Any, precision: str = "bf16", *, repeats: int = 3
 ) -> Compatibility:
     """Train `model` forward and backward on one batch in fp32 and under `precision`, and compare.
 

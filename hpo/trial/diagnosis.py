@@ -26,26 +26,14 @@ from hpo.random_numbers import generator_states, manual_seed, set_generator_stat
 from hpo.training.budget import TrainState
 from hpo.training.checkpoint import Checkpoint, intact_checkpoints
 from hpo.trial.executor import Executor
-from hpo.trial.measure import Side, Work
-from hpo.trial.nonfinite import is_finite
+from hpo.trial.measure import Side, Work, is_finite
 from hpo.trial.parts import TrialParts, build_trial, training_args
 from hpo.trial.run import checkpoint_key
+from hpo.trial.telemetry import StoredTrial
 
 MIN_SCALE = "amp.min_scale"
 LOWEST_SCALE = 2.0**-16
 """The lowest loss scale to try."""
-
-
-@dataclass(frozen=True)
-class StoredTrial:
-    """A trial of a study. The checkpoints in `folder` belong to `resume_key`."""
-
-    number: int
-    outcome: str
-    params: Mapping[str, Any]
-    telemetry: Mapping[str, Any]
-    folder: Path
-    resume_key: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ class Diagnosis:
 def diagnose(executor: Executor, trial: StoredTrial) -> Diagnosis:
     """Find the first non-finite numbers in the batch after a trial's checkpoint, and the remedies.
 
-    Raises InputError if the trial is not `nonfinite`, cannot run on this device or does not fit into its
+        Raises InputError if the trial is not `nonfinite`, cannot run on this device or does not fit into its
     memory.
     """
     must = f"trial {trial.number} must have"

@@ -15,7 +15,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,20 @@ import torch
 from hpo.code import code_in_use, errors_of_code, name_code, use_code
 from hpo.config.limits import ENERGY, broken_limits, check_energy, violations
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
-from hpo.config.search_space import SearchSpace, lowest
+from hpo.config.search_space import SearchSpace, decode, lowest
 from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import AUTO, MODEL_SETTINGS, OF_TASKS
-from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
-from hpo.errors import (
-    BrokenEncoderError,
-    InputError,
-    ModelError,
-    RunError,
-    TrialEnd,
-    did_you_mean,
+from hpo.config.trial_settings import (
+    AUTO,
+    MODEL_SETTINGS,
+    OF_SOURCES,
+    OWN_LOOP_SETTINGS,
+    WITH_FREE_PART,
+    TrialSettings,
 )
-from hpo.extensions import is_own, metrics_of
+from hpo.data.dataset import DataSet
+from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
+from hpo.errors import BrokenEncoderError, InputError, ModelError, RunError, TrialEnd, did_you_mean
+from hpo.extensions import CALLBACKS, TRIAL, TRIALS, is_own, metrics_of
 from hpo.lost_device import lost_device_raised, raise_if_lost
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.encoder import is_causal
@@ -44,8 +45,8 @@ from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome, TrialResult
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.environment import refuse_overrides
-from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig
+from hpo.precision.environment import environment_overrides, refuse_overrides
+from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig, resolve, support
 from hpo.tasks.kind import Task, kind_of
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import drop_compiled
@@ -56,7 +57,9 @@ from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metric_names, check_metric_values, limited_values
-from hpo.trial.parts import TrialLoader, build_trial, fit_pruner
+from hpo.trial.own_loop import Run
+from hpo.trial.own_trial import Checked, OwnConfig, OwnParts, OwnTrial, Params
+from hpo.trial.parts import TrialLoader, build_trial
 from hpo.trial.run import TrialRun
 from hpo.trial.telemetry import Callbacks, TrialRecorder, device_facts
 from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
@@ -116,16 +119,12 @@ class Executor:
         if study.evaluation.test and "test" not in self.dataset.splits:
             splits = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
-        self._check_settings_of_tasks()
+        self._check_named_settings()
 
     @property
     def fingerprint(self) -> str:
         """Hash of the data; empty for a study whose own code loads them."""
         return self.dataset.fingerprint
-
-    def fit_pruner(self) -> tuple[StudyConfig, str]:
-        """Return the study with the pruner for its data, and the reason."""
-        return fit_pruner(self.study, self.dataset)
 
     @property
     def study(self) -> StudyConfig:
@@ -139,18 +138,20 @@ class Executor:
     def amp(self) -> AmpConfig:
         return self.resolved.amp
 
-    def _check_settings_of_tasks(self) -> None:
-        """Raise InputError for a loss that fits no task, or for the weight or head of an unknown task."""
+    def _check_named_settings(self) -> None:
+        """Raise InputError for a loss that fits no task, or for a setting of an unknown task or source."""
         space = self.study.search_space
         searched = getattr(space.get("loss"), "choices", ())
         for loss in (self.study.training.loss, *searched):
             check_loss(self.tasks, loss)
-        names = [task.name for task in self.tasks]
-        for prefix, field in OF_TASKS.items():
+        for prefix, field in WITH_FREE_PART.items():
+            kind, names = "task", [task.name for task in self.tasks]
+            if prefix == OF_SOURCES:
+                kind, names = "source", [*self.dataset.sources.get("train", ())]
             searched_names = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
             for name in sorted(searched_names | getattr(self.study.training, field).keys()):
                 if name not in names:
-                    raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
+                    raise InputError(f"{prefix}{name}: there is no such {kind}.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Return the folder of a trial's checkpoints."""
@@ -194,11 +195,7 @@ class Executor:
                     drop_compiled(self.device)
 
     def _trial(
-        self,
-        params: Mapping[str, Any],
-        recorder: TrialRecorder,
-        callbacks: Callbacks,
-        counter: EnergyCounter,
+        self, params: Mapping[str, Any], recorder: TrialRecorder, callbacks: Callbacks, counter: EnergyCounter
     ) -> BaseRun:
         """Build a trial. Raises TrialEnd if it cannot run here."""
         parts = build_trial(self.resolved, params, self.loader, recorder.note)
@@ -370,3 +367,82 @@ def follow(runs_dir: Path) -> None:
             resolved = resolve_study(study, probe_device(study.device))
             executor, known = Executor(resolved, runs_dir), trial_definition
         executor.run(params, None, "")
+
+
+def build_executor(resolved: ResolvedStudy, runs_dir: Path, *, checks_values: bool = True) -> Executor:
+    """Return the executor for a study with or without a training loop of its own."""
+    executor = OwnLoopExecutor if resolved.config.has_own_loop else Executor
+    return executor(resolved, runs_dir, checks_values=checks_values)
+
+
+class OwnLoopExecutor(Executor):
+    """Runs trials of a study with its own training loop on one device."""
+
+    def _load(self) -> None:
+        if world_size() > 1:
+            raise InputError(
+                "a study with its own training loop (`@hpo.trial`) must run each trial in one process, but "
+                f"torchrun started {world_size()}. Start `hpo run --workers {world_size()}` instead."
+            )
+        own = [name for name in CALLBACKS if CALLBACKS.hash_of(name) in self.study.code.values()]
+        if own:
+            raise InputError(
+                f"the callback `{own[0]}` needs the training loop of hpo, but the study's code has its own "
+                "(`@hpo.trial`). Call it there."
+            )
+        self.dataset = DataSet((), {}, fingerprint="")
+        self._train = TRIALS[TRIAL].make
+
+    def _trial(
+        self,
+        params: Mapping[str, Any],
+        recorder: TrialRecorder,
+        callbacks: Callbacks,
+        counter: EnergyCounter | None,
+    ) -> OwnTrial:
+        parts = build_own_parts(self.resolved, params, recorder.note)
+        return OwnTrial(parts, lambda trial: self._train(Run(trial)), recorder, callbacks, counter)
+
+    def check_study(self) -> None:
+        """Run the training function in fp32, up to its first step, before the study is stored.
+
+        Raises InputError, and DeviceLostError where this process has lost its GPU.
+        """
+        params = lowest(self.study.search_space) | {PRECISION: "fp32"}
+        trial = self._trial(params, TrialRecorder(), NO_CALLBACKS, None)
+        trial.checks_only = True
+        with lost_device_raised(self.device):
+            try:
+                with errors_of_code():
+                    trial.run(None, "")
+            except Checked:
+                return
+            except TrialEnd as end:
+                raise InputError(f"the training function cannot run in fp32: {end}") from end
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):  # another device may have more memory
+                    raise
+
+
+def build_own_parts(
+    resolved: ResolvedStudy, params: Mapping[str, Any], note: Callable[..., None] = lambda **_: None
+) -> OwnParts:
+    """Resolve the settings and the precision of a trial, and record the precision with `note`.
+
+    Raises TrialEnd if the precision cannot run here.
+    """
+    study, device = resolved.config, resolved.device
+    fixed = study.training.model_dump(exclude_unset=True)
+    own = fixed.pop("option", {})
+    values = {**fixed, **own, **decode(study.search_space, params)}
+    known = TrialSettings.model_validate({key: values[key] for key in OWN_LOOP_SETTINGS if key in values})
+    requested = known.fp_precision or resolved.preset_precision
+    amp = resolved.amp
+    if known.init_scale is not None:
+        amp = amp.model_copy(update={"init_scale": known.init_scale})
+    note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})
+    resolution = resolve(requested, device, amp)
+    note(precision=asdict(resolution), environment=environment_overrides())
+    services = known.model_dump(include={*OWN_LOOP_SETTINGS}) | {PRECISION: requested}
+    config = OwnConfig(Params({**values, **services}), known.seed, known.max_grad_norm, amp)
+    return OwnParts(study, device, config, resolution)

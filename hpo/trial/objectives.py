@@ -17,18 +17,11 @@ from hpo.config.sections import EvaluationConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.errors import InputError, did_you_mean
-from hpo.extensions import metrics_of
 from hpo.tasks.kind import Task, kind_of
 from hpo.training.metrics import primary_mean, score
 
 REPORTED = "reported"
 """The task of metrics that a study's own training loop reports without one."""
-
-
-def check_metrics(study: StudyConfig, data: DataSet) -> None:
-    """Raise InputError unless each metric of an objective or a limit exists, with a value on validation."""
-    check_metric_names(study, data.tasks)
-    check_metric_values(study, data)
 
 
 def check_metric_names(study: StudyConfig, tasks: Sequence[Task]) -> None:
@@ -55,15 +48,8 @@ def check_metric_values(study: StudyConfig, data: DataSet) -> None:
         if missing := undefined_metric(metric, right, data.tasks):
             raise InputError(
                 f"the metric {missing} must have a value where all predictions are right, but on the "
-                f"validation split it has none. {undefined_remedy(missing, data.tasks)}"
+                "validation split it has none. Use another metric, or label more rows."
             )
-
-
-def undefined_remedy(metric: str, tasks: Sequence[Task]) -> str:
-    """Return the advice for a metric without a value."""
-    task_name, name = task_and_name(metric)
-    is_own = any(task.name == task_name and name in metrics_of(task.kind) for task in tasks)
-    return f"Use another metric, or {'return a number there' if is_own else 'label more rows'}."
 
 
 def objective_value(
@@ -161,28 +147,18 @@ def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
 def patience_over(values: Sequence[float], objective: ObjectiveConfig, settings: EvaluationConfig) -> str:
     """Return why the patience of a study is over after these evaluations; empty: it is not.
 
-    Only the first objective counts, as for the best weights.
-    """
-    count = evaluations_without_improvement(values, objective, settings.min_delta)
-    if settings.patience is None or count < settings.patience:
-        return ""
-    by = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
-    return f"{objective.metric} has not improved{by} in {count} evaluations (evaluation.patience)"
-
-
-def evaluations_without_improvement(
-    values: Iterable[float], objective: ObjectiveConfig, min_delta: float = 0.0
-) -> int:
-    """Return the number of evaluations since the last improvement.
-
-    An evaluation improves if its value is better than that of the last improvement by more than `min_delta`.
-    NaN, the value of an undefined metric, is no improvement. It does not count before the first value.
+    Only the first objective counts, as for the best weights. An evaluation improves if its value is better
+    than that of the last improvement by more than `min_delta`. NaN, the value of an undefined metric, is no
+    improvement. It does not count before the first value.
     """
     sign = 1 if objective.direction == "maximize" else -1
     best, count = -math.inf, 0
     for value in values:
-        if sign * value > best + min_delta:
+        if sign * value > best + settings.min_delta:
             best, count = sign * value, 0
         elif best > -math.inf:
             count += 1
-    return count
+    if settings.patience is None or count < settings.patience:
+        return ""
+    by = f" by more than {settings.min_delta:g}" if settings.min_delta else ""
+    return f"{objective.metric} has not improved{by} in {count} evaluations (evaluation.patience)"

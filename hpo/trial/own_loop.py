@@ -80,9 +80,7 @@ class Amp:
         model.zero_grad(set_to_none=True)
         in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
         loss = backward(
-            amp,
-            lambda: loss_of_batch(model, fitting_batch(model, batch)),
-            lambda: in_fp32(amp.scaler.scale),
+            amp, lambda: loss_of_batch(model, fitting_batch(model, batch)), lambda: in_fp32(amp.scaler.scale)
         )
         amp.end_step(amp.step_fallbacks if amp.config.fallback_to_fp32 else 0)
         apply_gradients(model, optimizer, loss, amp, trial.config.max_grad_norm or 0.0)

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpo.config.limits import ENERGY, MEASURED_METRICS
-from hpo.config.study_checks import UNMEASURED
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import OWN_LOOP_SETTINGS
 from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
@@ -33,10 +31,10 @@ from hpo.precision.effective import Agreement, Observation
 from hpo.precision.table import AmpConfig, Resolution
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
-from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation
-from hpo.training.optimizer_states import state_facts
+from hpo.training.float32_optimizer import state_facts
+from hpo.training.throughput import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.objectives import task_and_name
 from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
@@ -333,7 +331,13 @@ class OwnTrial(BaseRun):
         self.mixed_precision.check()
         synchronize(self.parts.device)
         self.meter.stop()
-        self._count_report()
+        state = self.state
+        if self._step_ended is not None:
+            state.evaluation_seconds += self.clock.now() - self._step_ended
+            self._step_ended = None
+        state.step = max(state.step, self._reported_step + 1)
+        state.num_evaluations += 1
+        self._reported_step = state.step
         self._done = done
         paused = None
         try:
@@ -347,16 +351,6 @@ class OwnTrial(BaseRun):
             if paused:
                 raise paused
         self.clock.start()
-
-    def _count_report(self) -> None:
-        """Count an evaluation; each is at a later step than the one before."""
-        state = self.state
-        if self._step_ended is not None:
-            state.evaluation_seconds += self.clock.now() - self._step_ended
-            self._step_ended = None
-        state.step = max(state.step, self._reported_step + 1)
-        state.num_evaluations += 1
-        self._reported_step = state.step
 
     def _evaluation(self, metrics: Mapping[str, float], done: float) -> Evaluation:
         state, nested = self.state, dict[str, dict[str, float]]()
@@ -405,25 +399,6 @@ class OwnTrial(BaseRun):
 
     def _budget_used(self) -> float:
         return self._done
-
-    def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
-        del evaluation
-        if metric == ENERGY:
-            missing = self.energy_counter and self.energy_counter.missing
-            return missing or "no stretch of steps was long enough."
-        return "the trial made too few steps after its warm-up, with `amp.step` or `run.count_step`."
-
-    def _why_undefined(self) -> str:
-        if not self.state.num_evaluations:
-            return (
-                "the training function must call `run.report` with the metric of each objective, but it has "
-                "returned without a report."
-            )
-        measured = ", ".join(name for name in MEASURED_METRICS if name not in UNMEASURED)
-        return (
-            "each objective and limit must name a metric that the training function reports, but no report "
-            f"had `{self.undefined}` beside the others. Report it, or name another, or one of {measured}."
-        )
 
 
 def _state_of(one: Any, name: str = "") -> Any:

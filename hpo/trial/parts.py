@@ -51,8 +51,7 @@ from hpo.training.compilation import apply_compile
 from hpo.training.distributed import world_size
 from hpo.training.loop import TrainingArgs
 from hpo.training.losses import MultitaskLoss, check_loss
-from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.training.schedule import own_schedule
+from hpo.training.optim import build_optimizer, own_schedule, parameter_groups
 from hpo.training.training_data import TrainingData
 from hpo.trial.objectives import decision_metrics
 
@@ -346,6 +345,8 @@ def fit_pruner(study: StudyConfig, dataset: DataSet) -> tuple[StudyConfig, str]:
     """
     training, pruner = study.training, study.pruner
     is_given = "pruner.name" in study.given
+    if study.has_own_loop:
+        return study, "it is set in the study file" if is_given else "the study's own code trains"
     if training.max_steps or training.max_seconds or study.search_space.keys() & {*BUDGETS}:
         default = "it is the default for trials that are not measured in epochs"
         return study, "it is set in the study file" if is_given else default

@@ -22,7 +22,7 @@ from hpo.config.trial_settings import BUDGETS
 from hpo.outcome import Outcome
 from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import Callbacks
+from hpo.trial.telemetry import Callbacks, StoredTrial
 
 _logger = logging.getLogger(__name__)
 
@@ -31,17 +31,6 @@ VERSIONS = ("torch", "transformers", "cuda", "rocm")
 MAX_SHOWN = 8
 
 Conditions = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class RecordedTrial:
-    """A complete trial as its study recorded it."""
-
-    number: int
-    params: Mapping[str, Any]
-    telemetry: Mapping[str, Any]
-    evaluations: Mapping[int, Mapping[str, Any]]
-    """The metrics of its evaluations by step."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +95,7 @@ class Reproduction:
             yield from self.cautions
 
 
-def reproduce(executor: Executor, trial: RecordedTrial, folder: Path) -> Reproduction:
+def reproduce(executor: Executor, trial: StoredTrial, folder: Path) -> Reproduction:
     """Train `trial` again and compare. `folder` takes its checkpoints; the study is not changed.
 
     Its data and code must be those of the record, which the caller checks.
@@ -133,7 +122,7 @@ def reproduce(executor: Executor, trial: RecordedTrial, folder: Path) -> Reprodu
     )
 
 
-def _params(executor: Executor, trial: RecordedTrial) -> tuple[dict[str, Any], list[str]]:
+def _params(executor: Executor, trial: StoredTrial) -> tuple[dict[str, Any], list[str]]:
     """Return the parameters to train with, and reasons for other bits than in the record."""
     params, telemetry, cautions = dict(trial.params), trial.telemetry, []
     study = executor.study

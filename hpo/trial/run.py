@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpo.config.limits import ENERGY
-from hpo.config.trial_settings import AUTO, BUDGETS
+from hpo.config.trial_settings import AUTO
 from hpo.device import EnergyCounter, Utilization
 from hpo.errors import Nonfinite, Paused, Preempted
 from hpo.memory import is_out_of_memory, release_free_memory
@@ -26,15 +25,13 @@ from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
-from hpo.training.clock import TrainingClock
 from hpo.training.compilation import compile_shapes, compiled_modules, run_both_modes
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
-from hpo.training.throughput import MIN_STRETCH_SECONDS
+from hpo.training.throughput import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.compat import CompatibilityCache, check_compatibility
-from hpo.trial.objectives import undefined_remedy
 from hpo.trial.part_search import find_parts
 from hpo.trial.parts import TrialParts, training_args
 from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
@@ -231,23 +228,3 @@ class TrialRun(BaseRun):
 
     def _optimizer_facts(self) -> dict[str, Any]:
         return optimizer_state_facts(self.optimizer, self.parts.config.optimizer_state)
-
-    def _why_unmeasured(self, metric: str, evaluation: Evaluation) -> str:
-        config = self.parts.config
-        budget = next(name for name in BUDGETS if getattr(config, name) is not None)
-        if metric != ENERGY:
-            return (
-                f"something was compiled in each of the {evaluation.step} steps, so none shows the speed. "
-                f"Raise `{budget}`, or use `compile: none`."
-            )
-        missing = self.energy_counter and self.energy_counter.missing
-        return missing or (
-            f"after the warm-up, no stretch of steps without an evaluation, a checkpoint or a "
-            f"compilation lasted {MIN_STRETCH_SECONDS:g} s. Raise `{budget}`, or evaluate less often."
-        )
-
-    def _why_undefined(self) -> str:
-        return (
-            f"the metric {self.undefined} is not defined for the predictions of any evaluation, but an "
-            f"objective or a limit needs it. {undefined_remedy(self.undefined, self.tasks)}"
-        )

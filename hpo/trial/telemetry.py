@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,10 @@ from hpo.errors import ModelError
 from hpo.json_safe import json_safe
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
-from hpo.outcome import Progress, TrialResult
+from hpo.outcome import Outcome, Progress, TrialResult
 from hpo.precision.amp import MixedPrecision
-from hpo.training.clock import TrainingClock
 from hpo.training.evaluate import Evaluation
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import ThroughputMeter, TrainingClock
 
 
 def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None) -> dict[str, Any]:
@@ -157,6 +157,23 @@ def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -
         num_parameters = sum(parameter.numel() for parameter in head.parameters())
         flops += 6 * num_parameters * (num_tokens if task.level == "token" else num_sequences)
     return flops
+
+
+@dataclass(frozen=True)
+class StoredTrial:
+    """A trial as its study recorded it."""
+
+    number: int
+    params: Mapping[str, Any] = field(default_factory=dict)
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+    outcome: str = Outcome.COMPLETE
+    evaluations: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The metrics of its evaluations by step."""
+    detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Its detailed evaluations by split, as JSON."""
+    folder: Path = Path()
+    """Its checkpoints, which belong to `resume_key`."""
+    resume_key: str = ""
 
 
 class TrialRecorder:

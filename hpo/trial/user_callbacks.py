@@ -87,19 +87,17 @@ class UserCallbacks:
         self._code = code
         self._progress = progress
         self._callbacks: dict[str, Any] = {}
+        self.watch_steps = False
+        """True if a callback is called after each step."""
 
     def make(self) -> None:
         """Make the callbacks. Of several ranks, only the first has them."""
         with _errors("", "its making"):
             self._callbacks = make_callbacks(self.state.config, self._code)
+        self.watch_steps = bool(watcher_of_steps(self._callbacks))
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
-
-    @property
-    def watch_steps(self) -> bool:
-        """True if a callback is called after each step."""
-        return bool(watcher_of_steps(self._callbacks))
 
     def call(self, method: str, **changes: Any) -> str:
         """Call the method of all callbacks with the state after `changes`.

@@ -31,12 +31,8 @@ def study(folder: Path) -> hpo.Study:
 def test_enqueue_takes_a_mapping_or_texts_until_no_trial_is_left(study: hpo.Study) -> None:
     first = study.enqueue(["fp_precision=16-mixed", "init_scale=8"])
     second = study.enqueue({"learning_rate": 1e-3}, whole=True)
-    assert first.as_json() == {
-        "study": "tiny",
-        "enqueued": {"fp_precision": "fp16", "init_scale": 8.0},
-        "ahead": 0,
-        "whole": False,
-    }
+    enqueued = {"fp_precision": "fp16", "init_scale": 8.0}
+    assert first.as_json() == {"study": "tiny", "enqueued": enqueued, "ahead": 0, "whole": False}
     assert second.text().endswith("learning_rate=0.001, to run to its end. Before it in the queue: 1.")
     assert [trial.attributes.get(WHOLE_ATTR) for trial in study.record.trials] == [None, True]
     with pytest.raises(InputError, match="a trial left to begin, but has 2, and 2 are enqueued"):
@@ -93,22 +89,6 @@ def test_pause_resume_and_cancel(study: hpo.Study) -> None:
     assert study.cancel().as_json() == changed
 
 
-def test_copy_and_delete(study: hpo.Study, folder: Path) -> None:
-    other = f"sqlite:///{folder}/other.db"
-    copied = study.copy(other)
-    assert (copied.trials, copied.counts["open"]) == (0, 2)
-
-    def refuse(description: str) -> None:
-        raise InputError(description)
-
-    with pytest.raises(InputError, match=r"^the study tiny with 0 finished trials from "):
-        study.delete(refuse)
-    assert study.delete().as_json()["deleted"] is True
-    with pytest.raises(StorageError):
-        study.delete()
-    assert hpo.Study("tiny", storage=other).record.name == "tiny"
-
-
 def test_a_name_means_the_study_in_the_database_before_a_file(folder: Path) -> None:
     """`studies/foo.yaml` has `name: bar`, and both are in the database."""
     (folder / "studies").mkdir()
@@ -126,12 +106,3 @@ def test_a_name_means_the_study_in_the_database_before_a_file(folder: Path) -> N
     with pytest.raises(StorageError, match="foo"):
         hpo.Study("foo").delete()
     assert stored(folder, "bar").name == "bar", "the study of the file is kept"
-
-
-def test_repr_shows_the_study_without_password(folder: Path) -> None:
-    path = write_study(folder)
-    url = "postgresql://ada:p:w@d@db.example/x"
-    assert (
-        repr(hpo.Study("tiny", storage=url)) == "Study('tiny', storage='postgresql://ada:***@db.example/x')"
-    )
-    assert repr(hpo.Study(path)) == f"Study({str(path)!r}, storage='sqlite:///runs/hpo.db')"

@@ -15,7 +15,7 @@ from support.command_line import PYTHON_PATH, hpo_command, ok, saved_steps
 from support.tiny import write_study
 
 import hpo
-from hpo.errors import HpoError, InputError, StorageError, StudyChangedError
+from hpo.errors import InputError, StorageError, StudyChangedError
 from hpo.precision.table import apply_preset
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.studies import create_or_resume_study
@@ -97,24 +97,6 @@ def test_a_mapping_is_a_study(folder: Path, capsys: pytest.CaptureFixture[str]) 
         hpo.Study({**content, "search_spac": {}, "n_trials": 0})
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments", "message"),
-    [
-        ("evaluate", (), "The study `tiny` has no complete trial."),
-        ("reproduce", (), "The study `tiny` has no complete trial."),
-        ("deploy", (), "the study tiny has no complete trial yet"),
-        ("diagnose", (3,), "Trial 3: tiny has 0"),
-    ],
-)
-def test_a_missing_trial_is_named_before_a_changed_file(
-    folder: Path, method: str, arguments: tuple[int, ...], message: str
-) -> None:
-    hpo.Study(write_study(folder), quiet=True).init()
-    changed = hpo.Study(write_study(folder, search_space=SPACE), quiet=True)
-    with pytest.raises(HpoError, match=message):
-        getattr(changed, method)(*arguments)
-
-
 def test_an_interrupt_checkpoints_the_trial(folder: Path) -> None:
     """SIGINT, like a notebook's stop button."""
     write_study(folder, n_trials=1, training={"max_steps": 4000, "batch_size": 8, "max_length": 64})
@@ -138,16 +120,6 @@ def study(searched: Path, monkeypatch: pytest.MonkeyPatch) -> hpo.Study:
     monkeypatch.chdir(searched)
     monkeypatch.delenv("HPO_STORAGE", raising=False)
     return hpo.Study("tiny", quiet=True)
-
-
-def test_a_stored_study_is_planned_but_not_run(study: hpo.Study) -> None:
-    plan = study.plan(workers=4)
-    assert (plan.num_workers, plan.whole_trials) == (4, 0.0), "nothing is left"
-    assert {cost.measured_by for cost in plan.costs} <= {"1 complete trial", "2 complete trials"}
-    with pytest.raises(InputError, match="tiny"):
-        study.run()
-    with pytest.raises(InputError, match="Trial 7: tiny has 2, numbered from 0"):
-        study.diagnose(7)
 
 
 def test_the_best_model_is_evaluated_and_exported(
@@ -189,7 +161,7 @@ def test_train_check_and_verify_need_no_database(folder: Path) -> None:
         ("run", {"timeout": 0.0}, "`timeout` must be > 0"),
         ("run", {"workers": 2, "workers_per_device": 2}, "Give one of them"),
         ("run", {"until": "teatime"}, "teatime"),
-        ("compare", {"question": "precison"}, "`question` must be one of precisions, .*, but got precison"),
+        ("compare", {"question": "precison"}, "one of precisions, base_precision, .*, but got precison"),
         ("compare", {"top": 0}, "`top` must be > 0"),
         ("deploy", {"threads": -1}, "`threads` must be > 0"),
         ("plan", {"workers": -3}, "`workers` must be > 0"),

@@ -6,7 +6,6 @@ does by default, in unsorted batches of 8. `run_plain`, a loop as a careful user
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import tempfile
@@ -29,40 +28,32 @@ LOADERS = {"cpu": 0, "cuda": 2}
 CHUNK_BATCHES = 50
 """Batches among which a plain loop sorts by length, as Trainer does."""
 SEED = 42
-NEEDS = {"trainer": "accelerate", "lightning": "lightning"}
-"""The packages that contenders need beside the project's, by the first word of their names."""
-LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+LIGHTNING = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
 class PeerModel(nn.Module):
     """An encoder, the mean over its tokens, a linear layer for each task; returns the summed loss and logits.
 
-    The encoder is MiniLM, one in a folder, or a fresh one of a configuration with `model_type`. Heads have
-    the dtype of its weights, as those of `AutoModelForSequenceClassification` have.
+    The encoder is MiniLM, or a fresh one of a configuration with `model_type`.
     """
 
     def __init__(
-        self,
-        tasks: Mapping[str, Mapping[str, Any]],
-        encoder: str | Mapping[str, Any] = "minilm",
-        seed: int = SEED,
+        self, tasks: Mapping[str, Mapping[str, Any]], encoder: str | Mapping[str, Any] = "minilm"
     ) -> None:
         super().__init__()
         dropout = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
         self.tasks = dict(tasks)
         if isinstance(encoder, str):
-            pretrained = minilm_folder() if encoder == "minilm" else encoder
-            config = AutoConfig.from_pretrained(pretrained, **dropout)
-            self.encoder = AutoModel.from_pretrained(pretrained, config=config, add_pooling_layer=False)
+            config = AutoConfig.from_pretrained(minilm_folder(), **dropout)
+            self.encoder = AutoModel.from_pretrained(minilm_folder(), config=config, add_pooling_layer=False)
         else:
             options = {key: value for key, value in encoder.items() if key != "tokenizer"}
             config = AutoConfig.for_model(**options, **dropout)
             self.encoder = AutoModel.from_config(config, add_pooling_layer=False)
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         self.dropout = nn.Dropout(DROPOUT)
         self.heads = nn.ModuleList(
-            nn.Linear(config.hidden_size, len(task["classes"]), dtype=self.encoder.dtype)
-            for task in tasks.values()
+            nn.Linear(config.hidden_size, len(task["classes"])) for task in tasks.values()
         )
         self.train()  # from_pretrained leaves its dropout off, and Lightning leaves it as it is
 
@@ -78,19 +69,10 @@ class PeerModel(nn.Module):
         losses = [
             F.cross_entropy(output.float(), target)
             if task["kind"] == "single_label"
-            else self.multi_label_loss(output.float(), target)
+            else F.binary_cross_entropy_with_logits(output.float(), target)
             for output, target, task in zip(logits, labels, self.tasks.values(), strict=True)
         ]
         return {"loss": torch.stack(losses).sum(), "logits": tuple(logits)}
-
-    def multi_label_loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(logits, target)
-
-
-def missing(contender: str) -> str:
-    """The package that a contender lacks here; empty if none."""
-    package = NEEDS.get(contender.split("-")[0], "")
-    return package if package and importlib.util.find_spec(package) is None else ""
 
 
 def minilm_folder() -> str:
@@ -177,7 +159,7 @@ def run_trainer(
     folder: Path, workload: Workload, precision: str, *, sampling: str = "random", **more: Any
 ) -> dict[str, Any]:
     """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`, `more` are other arguments of it."""
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     clock = StepClock(workload.device)
 
@@ -185,12 +167,26 @@ def run_trainer(
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.step()
 
-    more |= {"learning_rate": LEARNING_RATE, "train_sampling_strategy": sampling}
+    arguments = {
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": workload.batch_size,
+        "learning_rate": LEARNING_RATE,
+        "weight_decay": WEIGHT_DECAY,
+        "train_sampling_strategy": sampling,
+        "bf16": precision == "bf16",
+        "use_cpu": workload.device == "cpu",
+        "dataloader_pin_memory": workload.device != "cpu",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "seed": SEED,
+    }
     train, validation = read_splits(folder, workload)
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
             model=peer_model(folder, workload),
-            args=trainer_arguments(workload, precision, output, **more),
+            args=TrainingArguments(output_dir=output, **(arguments | more)),
             data_collator=pad,
             train_dataset=train,
             eval_dataset=validation,
@@ -213,47 +209,18 @@ def run_tuned_trainer(folder: Path, workload: Workload, precision: str) -> dict[
     )
 
 
-def trainer_arguments(workload: Workload, precision: str, folder: str, **more: Any) -> Any:
-    """Trainer's arguments for our work; all else is its default."""
-    from transformers import TrainingArguments
-
-    ours = {
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": workload.batch_size,
-        "weight_decay": WEIGHT_DECAY,
-        "bf16": precision == "bf16",
-        "use_cpu": workload.device == "cpu",
-        "dataloader_pin_memory": workload.device != "cpu",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "seed": SEED,
-    }
-    return TrainingArguments(output_dir=folder, **(ours | more))
-
-
-def fit_lightning(
-    model: PeerModel,
-    optimizers: Callable[[Any], Any],
-    precision: str,
-    batches: Sequence[Any],
-    on_step: Callable[[], None] = lambda: None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    """A Lightning Trainer with its defaults but for `options` that has trained, and its module.
-
-    `optimizers` makes of the parameters what `configure_optimizers` returns. `batches` are of training, and
-    of validation where that is to follow.
-    """
+def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Lightning with its defaults: random order, its autocast plugin, no gradient clipping."""
     import lightning as L
+    from torch.utils.data import DataLoader
 
+    clock = StepClock()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model
+            self.model = PeerModel(read_tasks(folder))
 
         def training_step(self, batch: Any, _index: int) -> Tensor:
             return self.model(**batch)["loss"]
@@ -264,33 +231,17 @@ def fit_lightning(
             return output
 
         def on_train_batch_end(self, *_: Any) -> None:
-            on_step()
+            clock.step()
 
         def configure_optimizers(self) -> Any:
-            return optimizers(self.parameters())
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    defaults = {**dict.fromkeys(quiet, False), "max_epochs": 1}
-    trainer = L.Trainer(accelerator="cpu", precision=LIGHTNING[precision], **(defaults | options))
-    module = Module()
-    trainer.fit(module, *batches)
-    return trainer, module
-
-
-def adamw(rate: float) -> Callable[[Any], torch.optim.Optimizer]:
-    return partial(torch.optim.AdamW, lr=rate, weight_decay=WEIGHT_DECAY)
-
-
-def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
-    """Lightning with its defaults: random order, its autocast plugin, no gradient clipping."""
-    from torch.utils.data import DataLoader
-
-    clock = StepClock()
     torch.manual_seed(SEED)
     train, validation = read_splits(folder, workload)
-    shuffled = DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad)
-    model = PeerModel(read_tasks(folder))
-    trainer, module = fit_lightning(model, adamw(LEARNING_RATE), precision, [shuffled], clock.step)
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {"accelerator": "cpu", "precision": LIGHTNING[precision], "max_epochs": 1}
+    trainer, module = L.Trainer(**dict.fromkeys(quiet, False), **options), Module()
+    trainer.fit(module, DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad))
     batches = DataLoader(validation, 8, collate_fn=pad)
     evaluate = partial(trainer.validate, module, batches, verbose=False)
     return clock.rates(workload.batch_size, evaluate, len(validation))

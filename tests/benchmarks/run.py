@@ -22,7 +22,6 @@ from importlib import import_module
 from pathlib import Path
 
 import gpu
-import search_wall
 from workload import WORKLOADS, run_apart, spread, write_workload
 
 from hpo.device import probe_device
@@ -75,13 +74,8 @@ FIGURES = (
     Figure("8", "training, share of the products' own rate", LONG_FP32, "product_share", 0.55, unit=""),
     Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-study", " s", True),
 )
-SEARCH_WALL, GPU = "search-wall", "gpu"
-UNITS = {
-    "train": "examples/s",
-    "evaluate": "examples/s",
-    "padding": "of the places",
-    "outside": "s",
-}
+GPU = "gpu"
+UNITS = {"train": "examples/s", "evaluate": "examples/s", "padding": "of the places", "outside": "s"}
 
 
 def run_contender(name: str, folder: Path, workload: str, precision: str) -> dict[str, float]:
@@ -115,25 +109,16 @@ def write_texts(workload: str, folder: Path, num_train: int | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "figures", nargs="*", help=f"numbers of figures, default: all; or {SEARCH_WALL} or {GPU}"
-    )
-    parser.add_argument(
-        "--pairs", type=int, help="rounds that are counted, or seeds; default: 5, or 3 of gpu"
-    )
+    parser.add_argument("figures", nargs="*", help=f"numbers of figures, default: all; or {GPU}")
+    parser.add_argument("--pairs", type=int, help="rounds that are counted; default: 5, or 3 of gpu")
     parser.add_argument("--examples", type=int, help="train on so many of a workload's texts")
-    parser.add_argument(
-        "--results", help=f"{SEARCH_WALL}: a file with which a stopped run goes on; {GPU}: a file"
-    )
+    parser.add_argument("--results", help=f"{GPU}: a file to which figures are added as lines of JSON")
     arguments = parser.parse_args()
-    results = ["--results", arguments.results] if arguments.results else []
     if arguments.figures == [GPU]:
+        results = ["--results", arguments.results] if arguments.results else []
         gpu.main([*(["--rounds", str(arguments.pairs)] if arguments.pairs else []), *results])
         return
     num_rounds = arguments.pairs or 5
-    if arguments.figures == [SEARCH_WALL]:
-        search_wall.main(["--seeds", str(num_rounds), *results])
-        return
     known = [figure.number for figure in FIGURES]
     if unknown := set(arguments.figures) - set(known):
         parser.error(f"there is no figure {', '.join(sorted(unknown))}, only {', '.join(known)}")

@@ -39,17 +39,19 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from support.postgres import PostgresServer
 
-from hpo.cluster.postgres.programs import find_programs
+from hpo.cluster.postgres.postgres_server import find_programs
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.device import probe_device
 from hpo.errors import RunError, TrialEnd
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, TrialResult
 from hpo.study.running.open_study import OpenStudy
 from hpo.study.running.stopping import Stop
 from hpo.study.running.worker import run_study
+from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study, read_stored
+from hpo.training.evaluate import Evaluation
 
 NAME, NUM_TRIALS = "scale", 100_000
 PRUNERS = ("promote", "none", "plain")
@@ -97,16 +99,12 @@ class Executor:
     """
 
     def __init__(self, config: StudyConfig, folder: Path, stop: Stop, runs: int) -> None:
-        from hpo.outcome import TrialResult
-        from hpo.training.evaluate import Evaluation
-
         self.study, self.device = config, probe_device("cpu")
         self.amp = SimpleNamespace(memory_fraction=None)
         self.fingerprint = "made"
         self.times: list[tuple[float, float]] = []
         self._folder, self._stop, self._runs = folder, stop, runs
         self._shares = evaluation_shares(config)
-        self._evaluation, self._result = Evaluation, TrialResult
 
     def trial_folder(self, token: str, number: int) -> Path:
         return self._folder / NAME / f"checkpoints-{token[:8]}" / f"trial-{number:05d}"
@@ -129,13 +127,13 @@ class Executor:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(str(self._shares[index - 1]))
             mirror.sync([note.parent], _key, is_last=True)
-            return self._result(end.outcome, str(end), telemetry=telemetry)
-        return self._result(Outcome.COMPLETE, values=values, telemetry=telemetry)
+            return TrialResult(end.outcome, str(end), telemetry=telemetry)
+        return TrialResult(Outcome.COMPLETE, values=values, telemetry=telemetry)
 
     def _evaluated(self, index: int, share: float, value: float) -> Any:
         metrics = {task: {"r2": value, "mae": 1 - value, "mse": (1 - value) ** 2} for task in TASKS}
         rates = {"train_examples_per_second": 100.0, "train_tokens_per_second": 9000.0}
-        return self._evaluation(
+        return Evaluation(
             step=round(1000 * share), epoch=share, budget_used=share, seconds=60 * share, metrics=metrics,
             decisions={}, examples_per_second=300.0, train_loss=1 - value, index=index, rates=rates,
             values=(value,),
@@ -143,8 +141,6 @@ class Executor:
 
 
 def evaluation_shares(config: StudyConfig) -> list[float]:
-    from hpo.study.sampling.promotion import promotion_of
-
     promotion = promotion_of(config.pruner, config.directions, NUM_TRIALS)
     shares = {index / NUM_EVALUATIONS for index in range(1, NUM_EVALUATIONS + 1)}
     return sorted({*shares, *(promotion.rungs if promotion else ())})
@@ -154,18 +150,12 @@ def record(params: Mapping[str, Any]) -> dict[str, Any]:
     """Telemetry of about the size and the content of a real trial's."""
     precision = params["fp_precision"]
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-    observed = {"linear_products": {dtype: 38}, "tf32": False, "compiled": False}
+    seen = {"observed": {"linear_products": {dtype: 38}, "tf32": False, "compiled": False}, "agrees": True}
     times = {f"{name}_seconds": 12.5 for name in ("train", "evaluation", "compat", "setup")}
     modules = {f"encoder.layer.{index}.attention.{part}": 1.5 for index in range(12) for part in "qkv"}
     return {
-        "precision": {
-            "requested": precision,
-            "effective": precision,
-            "support": "native",
-            "reason": "",
-            "observed": observed,
-            "agrees": True,
-        },
+        "precision": {"requested": precision, "effective": precision, "support": "native", "reason": ""}
+        | seen,
         "device": {"type": "cpu", "name": "Example CPU", "cpu_features": ["amx_bf16"], "host": "node1"}
         | {"torch": "2.13.0", "transformers": "5.23.0", "num_threads": 2, "shared": False},
         "compatibility": {
@@ -351,12 +341,8 @@ def main() -> None:
     parser.add_argument("--trials", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--runs", type=int, default=40, help="of each process")
     parser.add_argument("--repeats", type=int, default=3, help="of each rate on PostgreSQL")
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=("loop", "postgres", "commands"),
-        default=["loop", "postgres", "commands"],
-    )
+    parts = ("loop", "postgres", "commands")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:

@@ -78,8 +78,8 @@ class Policy:
     """Whether a run that breaks is an infeasible one; else it FAILs."""
 
 
-def ours(pruner: PrunerConfig, sampler: str = "tpe", directions: Sequence[str] = ("minimize",)) -> Policy:
-    promotion = promotion_of(pruner, directions, MAX_TRIALS)
+def ours(pruner: PrunerConfig, sampler: str = "tpe") -> Policy:
+    promotion = promotion_of(pruner, ("minimize",), MAX_TRIALS)
 
     def build(space: SearchSpace, seed: int) -> BaseSampler:
         return build_sampler(SamplerConfig(name=sampler, seed=seed), space, explores=promotion is not None)
@@ -111,13 +111,9 @@ POLICIES = {
 class Search:
     """One search of a table."""
 
-    directions: tuple[str, ...] = ("minimize",)
-
     def __init__(self, policy: Policy, curves: Curves, seed: int) -> None:
         self.policy, self.curves = policy, curves
-        self.study = optuna.create_study(
-            sampler=policy.sampler(curves.space, seed), pruner=policy.pruner(), directions=self.directions
-        )
+        self.study = optuna.create_study(sampler=policy.sampler(curves.space, seed), pruner=policy.pruner())
         self.left = np.ones(len(curves.params), dtype=bool)
         self.points_NK = curves.points_NK
         self.spent = 0.0
@@ -186,7 +182,8 @@ class Search:
                 self._end_broken(trial)
                 return
             self.spent = before + float(share) - begin
-            is_pruned = self._report(trial, loss, index)
+            trial.report(loss, index)
+            is_pruned = trial.should_prune()
             rung = promotion and promotion.pauses_at(float(share), begin)
             if rung:
                 self._pause(trial, rung, loss)
@@ -199,24 +196,14 @@ class Search:
 
     def _pause(self, trial: Trial, rung: float, loss: float) -> None:
         """Leave the trial RUNNING at a rung, as a worker does."""
-        at_rung = {"values": self._values(loss), "constraints": {}}
+        at_rung = {"values": [loss], "constraints": {}}
         trial.set_user_attr(RUNGS_ATTR, {**trial.user_attrs.get(RUNGS_ATTR, {}), str(rung): at_rung})
         trial.set_user_attr(PAUSED_ATTR, rung)
         self.paused[trial.number] = trial
 
-    def _values(self, loss: float) -> list[float]:
-        """The objectives at the last evaluation."""
-        return [loss]
-
-    def _report(self, trial: Trial, loss: float, index: int) -> bool:
-        """Tell an evaluation; whether the pruner would stop the trial."""
-        trial.report(loss, index)
-        return trial.should_prune()
-
     def _end(self, trial: Trial, outcome: Outcome, loss: float | None = None) -> None:
         trial.set_user_attr("outcome", outcome)
-        values = None if loss is None else self._values(loss)
-        ended = self.study.tell(trial, values, TrialState[outcome.optuna_state])
+        ended = self.study.tell(trial, loss, TrialState[outcome.optuna_state])
         if self.promotion:
             self.standings.add_ended(ended)
 

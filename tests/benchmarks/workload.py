@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import time
@@ -23,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from real_sets import REAL_SETS
 
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
+
+REAL_SETS = Path(os.environ.get("HPO_DATA_DIR", Path(__file__).parents[3] / "shared" / "data"))
+"""Folder of the real, openly licensed sets: HPO_DATA_DIR, or a folder beside the project."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from support import own_code_studies
@@ -15,7 +14,6 @@ from support.command_line import finish, hpo_command, ok, refused, start_hpo, st
 from support.tiny import write_study
 from transformers import AutoModel
 
-from hpo.errors import StorageError
 from hpo.training import checkpoint
 
 
@@ -56,16 +54,6 @@ def test_best_stores_its_evaluation(folder: Path) -> None:
     assert again["evaluation"]["detailed"] == before["test"], "the run's evaluation"
     text = ok(hpo_command(folder, "best", "tiny", "--evaluate", "validation")).out
     assert "measured by the search" not in text
-
-
-def test_best_shows_an_evaluation_in_a_database_without_write_access(
-    ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Mock(side_effect=StorageError("it must be writable."))
-    monkeypatch.setattr("hpo.api.models.store_detailed_evaluation", store)
-    finished = ok(hpo_command(ran, "best", "tiny.yaml", "--evaluate", "validation"))
-    assert "The evaluation is not stored: it must be writable." in finished.err
-    assert re.search(r"Trial \d on validation", finished.out)
 
 
 def test_best_does_not_evaluate_by_a_changed_file(folder: Path) -> None:

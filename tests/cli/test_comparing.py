@@ -14,6 +14,7 @@ from support.planted_encoder import PlantedLayer, planted, write_planted_study
 from support.tiny import ENCODER, write_study
 from torch import Tensor
 
+import hpo
 from hpo.compare.comparison_study import open_comparison
 from hpo.compare.planning import Request
 from hpo.config.study_config import stored_study
@@ -59,6 +60,10 @@ def test_precisions_and_configurations_are_compared(tmp_path: Path) -> None:
     assert one["trial"] != other["trial"]
     assert one["low"] < one["mean"] < one["high"]
     assert (one["num_runs"], ranked["in_advance"][0][: len(LIMIT)]) == (3, LIMIT)
+    assert hpo.Study("tiny", storage=f"sqlite:///{tmp_path}/runs/hpo.db").compare("configurations") == ranked
+    ok(hpo_command(tmp_path, "report", "tiny"))
+    page = (tmp_path / "runs" / "tiny" / "report" / "report.html").read_text()
+    assert "labelled rows of test" in page
     best = ok(hpo_command(tmp_path, "best", "tiny")).out
     assert result["recommendation"] in best
     assert f"Comparison of configurations on new seeds: {ranked['recommendation']}" in best
@@ -190,11 +195,12 @@ def test_a_comparison_continues_after_the_end_of_its_job(planted_folder: Path) -
 
 def test_an_impossible_comparison_is_refused(folder: Path) -> None:
     """Nothing is stored, so another comparison can begin; a comparison from another device is kept."""
-    for options, message in (
-        (("--over", "base_precision"), "no complete trial of `tiny` can have another. "),
-        (("--configurations", "--margin", "1"), "--configurations takes no --margin"),
-    ):
-        refused(hpo_command(folder, "compare", "tiny.yaml", *options), message)
+    message = "no complete trial of `tiny` can have another. "
+    refused(hpo_command(folder, "compare", "tiny.yaml", "--over", "base_precision"), message)
+    options = {"--precisions": "bf16", "--margin": "1", "--over": "fp_precision", "--max-seeds": "5"}
+    for option in options.items():
+        other = hpo_command(folder, "compare", "tiny.yaml", "--configurations", *option)
+        refused(other, f"--configurations takes no {option[0]}: each configuration")
     unsupported = hpo_command(folder, "compare", "tiny.yaml", "--precisions", "tf32", "--json")
     refused(unsupported, "needs tf32, but this is ", "Leave tf32 out of --precisions, or compare on a device")
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:

@@ -60,17 +60,6 @@ def test_the_first_objective_about_the_model_ranks() -> None:
     assert best_model_of(record_of([fast, good], metric_names=names, directions=directions)).number == 1
 
 
-def test_a_full_disk_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hpo.api.deploying._finish", full)
-    finished = hpo_command(folder, "deploy", "tiny", "--artifacts", "fp32")
-    assert finished.exit_code == 1
-    assert "could not be written: [Errno 28] No space left on device. Free space" in finished.err
-    assert not list((folder / "runs" / "tiny").glob("*deploy*"))
-
-
 def test_a_refused_deployment_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -9,19 +9,11 @@ from typing import Any
 import pytest
 from support.command_line import hpo_command, ok, refused
 from support.jsonl_sets import write_set
-from support.own_code_studies import EXAMPLE
-from support.own_code_studies import write as write_code_study
 from support.tiny import tiny_study, write_study
 
 from hpo.report.plan import TrialCost, make_plan
 
 PROMOTE = {"name": "promote", "starts": 0.1, "keep": 1}
-UNDEFINED = """
-
-@hpo.metric("rank", ["single_label"])
-def rank(truths, predictions):
-    return 1.0 if truths == predictions else float("nan")
-"""
 
 
 def test_check_describes_the_data_of_a_file_or_a_stored_study(tmp_path: Path) -> None:
@@ -51,13 +43,6 @@ def test_plan_of_a_budget(tmp_path: Path, pruner: dict[str, Any], num_trials: in
     assert plan.whole_trials <= 7.05
 
 
-def test_a_cost_is_measured_also_if_the_objective_is_undefined(tmp_path: Path) -> None:
-    limits, objective = {"peak_memory_bytes": {"max": 1}}, {"metric": "tone/rank"}
-    write_code_study(tmp_path, EXAMPLE + UNDEFINED, objective=objective, constraints=limits, search_space={})
-    plan = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json
-    assert [one["measured_by"] for one in plan["costs"]] == ["13 steps"]
-
-
 def test_plan_measures_first_and_then_uses_the_trials(tmp_path: Path) -> None:
     rows = {
         split: [{"id": f"{split}{n}", "text": f"x {n}", "labels": {"topic": "ab"[n % 2]}} for n in range(num)]
@@ -80,3 +65,8 @@ def test_plan_measures_first_and_then_uses_the_trials(tmp_path: Path) -> None:
     text = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--hours", "0.01"))
     assert "of the budget of 36 s" in text.out
     assert "The losses that `hpo compare` cannot exclude are " in text.err
+
+
+def test_a_plan_in_label_units_has_no_default_margin(tmp_path: Path) -> None:
+    write_study(tmp_path, objective={"metric": "burden/mae", "direction": "minimize"})
+    assert ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json["limit"] == ""

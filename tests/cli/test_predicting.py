@@ -42,15 +42,6 @@ def test_the_command_of_the_readme(exported: Path) -> None:
     assert row.keys() == {"id", "text", "labels", "spans", "scores"}
 
 
-def test_an_output_file_can_be_predicted_again(exported: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.parquet"
-    finished = ok(hpo_command(exported, "predict", "model", "test.jsonl", "--output", str(out)))
-    assert finished.out == ""
-    assert f"24 predictions are in {out}." in finished.err
-    assert [file.name for file in tmp_path.iterdir()] == [out.name]
-    assert len(rows_of(ok(hpo_command(exported, "predict", "model", str(out))).out)) == 24
-
-
 def test_unreadable_rows_are_listed(exported: Path, tmp_path: Path) -> None:
     texts, out = tmp_path / "texts.txt", tmp_path / "out.jsonl"
     texts.write_text("I sleep badly.\n\nAll is well.\n \nI am tired.\n\n")  # the last line is no row

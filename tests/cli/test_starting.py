@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.command_line import finish, hpo_command, ok, refused, start_hpo, stored
 
 import hpo
-from hpo.config import study_file
 from hpo.study.reading.study_record import best_trials
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -34,15 +31,6 @@ def test_the_printed_commands_work(tmp_path: Path) -> None:
     assert model.predict(["The driver was rude again."])[0]["mood"].label in ("angry", "pleased")
 
 
-def test_study_files_of_the_user_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may lack the line with the question, or be no text."""
-    monkeypatch.setattr(study_file, "INSTALLED", tmp_path)
-    (tmp_path / "mine.yaml").write_text("name: mine\n")
-    (tmp_path / "asked.yaml").write_bytes(b"# Question: which?\n\xff")
-    listed = ok(hpo_command(tmp_path, "new", "--json")).json
-    assert listed["examples"] == {"asked": "which?", "mine": ""}
-
-
 def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     own = tmp_path / "first" / "my_tasks.py"
     own.parent.mkdir()
@@ -50,23 +38,3 @@ def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     refused(hpo_command(tmp_path, "new", "first"), "first/my_tasks.py must not exist yet; nothing was writt")
     assert [*own.parent.iterdir()] == [own]
     assert own.read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"),
-    [
-        ("a study", "The name of the folder must be letters, digits"),
-        ("file/inside", "file/inside: cannot be written: Not a directory"),
-    ],
-)
-def test_an_impossible_folder_is_refused(tmp_path: Path, folder: str, message: str) -> None:
-    (tmp_path / "file").touch()
-    error = refused(hpo_command(tmp_path, "new", folder)).err
-    assert " ".join(error.split()).count(message) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_commands_import_no_torch_before_the_pause_of_the_collector() -> None:
-    code = "import sys, hpo.cli.options; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

@@ -197,14 +197,6 @@ def test_delete_removes_uploaded_checkpoints(
     assert not uploaded()
 
 
-def test_a_location_of_checkpoints_is_shown_without_escape_sequences(made: Path) -> None:
-    for command, where in ((["doctor"], "/theirs"), (["delete", "tiny", "--yes"], f"{made}/theirs")):
-        change_definition(made, checkpoint={"location": f"{where}\x1b]0;x\x07", "top_k": 1})
-        finished = hpo_command(made, *command)
-        assert where in finished.out, finished.err
-        assert "\x1b" not in finished.out + finished.err, command
-
-
 def test_a_worker_runs_the_enqueued_configuration(made: Path) -> None:
     given = ("--param", "learning_rate=3e-4")
     queued = ok(hpo_command(made, "enqueue", "tiny", *given, "--json")).json["enqueued"]

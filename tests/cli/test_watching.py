@@ -11,7 +11,6 @@ from support.command_line import finish, hpo_command, ok, start_hpo
 from support.worker_process import begin, result, study, worker_on
 
 from hpo.report import screens
-from hpo.study.store.lifecycle import set_state
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -59,13 +58,6 @@ def test_a_pipe_shows_only_changes(
     assert seconds == [5, 5, 5]
     assert "\x1b" not in watched.out + watched.err
     assert watched.out.endswith(ok(hpo_command(tmp_path, "status", "tiny")).out)
-
-
-def test_a_cancelled_study_ends_the_watch(
-    tmp_path: Path, storage: Storage, waits: Callable[..., list[float]]
-) -> None:
-    waits(lambda: set_state(storage, "tiny", "paused"), lambda: set_state(storage, "tiny", "cancelled"))
-    assert "The study is cancelled" in ok(hpo_command(tmp_path, *WATCH)).out
 
 
 def test_a_terminal_shows_only_the_last_screen(

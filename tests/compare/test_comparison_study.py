@@ -10,14 +10,8 @@ from support.planted_comparison import HERE, begun, planned, run, searched
 from support.planted_comparison import lucky_score as score
 from support.worker_process import study
 
-from hpo.compare.comparison_study import (
-    open_comparison,
-    unlabelled_test_tasks,
-    with_plan,
-    with_stored_seeds,
-)
+from hpo.compare.comparison_study import open_comparison, unlabelled_test_tasks
 from hpo.compare.planning import FIRST_SEED, Request
-from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError
 from hpo.study.reading.reader import read_study
@@ -33,10 +27,6 @@ def choices(*values: Any, **condition: str) -> dict[str, Any]:
     return {"type": "categorical", "choices": list(values)} | ({"when": condition} if condition else {})
 
 
-def with_seeds(plan: ComparisonConfig, num: int) -> ComparisonConfig:
-    return plan.model_copy(update={"num_seeds": dict.fromkeys(plan.num_seeds, num)})
-
-
 def test_best_configurations_under_each_precision(storage: Storage, config: StudyConfig) -> None:
     asked = replace(REQUEST, precisions=("bf16-mixed", "fp32"))
     comparison = begun(storage, config, asked)
@@ -45,19 +35,6 @@ def test_best_configurations_under_each_precision(storage: Storage, config: Stud
     assert plan.precisions == ("fp32", "bf16")
     assert (comparison.name, comparison.pruner.name) == ("tiny-compare", "none")
     assert comparison.evaluation.test
-
-
-def test_comparison_has_no_fallback_and_no_first_trials(empty: Storage) -> None:
-    config = searched(
-        empty,
-        score,
-        amp={"on_unsupported": "fallback", "allow_emulated": True},
-        first=[{"learning_rate": 1e-5}],
-        sampler={"name": "tpe"},
-    )
-    comparison = begun(empty, config, REQUEST)
-    assert (comparison.amp.on_unsupported, comparison.amp.allow_emulated) == ("skip", True)
-    assert comparison.first == ()
 
 
 def test_blocks_share_a_new_seed(storage: Storage, config: StudyConfig) -> None:
@@ -99,32 +76,14 @@ def test_a_setting_of_one_precision_has_its_best_value_or_default(
     assert [one.params["init_scale"] for one in plan.configurations] == [expected]
 
 
-def test_a_device_without_a_base_precision(empty: Storage) -> None:
-    config = searched(empty, score, training={"adapter": "lora"})
-    record, device = read_study(empty, config.name), replace(HERE, has_bitsandbytes=False)
-    asked = Request("base_precision", precisions=("nf4", "int8"))
-    with pytest.raises(InputError, match=r"needs base_precision=nf4, but .* Leave nf4 out of --precisions"):
-        open_comparison(empty, record, config, asked, device=device, has_test=True)
-    every = open_comparison(empty, record, config, Request("base_precision"), device=device, has_test=True)
-    assert planned(every).precisions == ("fp32", "bf16", "int8")
-
-
-@pytest.mark.parametrize(
-    ("changes", "options"),
-    [
-        ({"precisions": ("fp32", "bf16", "fp16")}, "--precisions bf16,"),
-        ({"margin": 1.0, "seeds": 5, "top": 3}, "--top 2 --seeds 3 --margin 0.5,"),
-    ],
-)
-def test_options_of_a_stored_comparison_stay(
-    changes: Any, options: str, storage: Storage, config: StudyConfig
-) -> None:
+def test_options_of_a_stored_comparison_stay(storage: Storage, config: StudyConfig) -> None:
     first = begun(storage, config, REQUEST)
     create_or_resume_study(storage, first)
     same = Request("precisions", ("bf16", "fp32"), top=2, seeds=3, max_seeds=8, margin=0.5)
     assert planned(begun(storage, config, same)) == planned(first)
-    with pytest.raises(InputError, match=f"was begun with {options} and .*hpo delete tiny-compare"):
-        begun(storage, config, Request(**changes))
+    options = "--top 2 --seeds 3 --margin 0.5"
+    with pytest.raises(InputError, match=f"was begun with {options}, and .*hpo delete tiny-compare"):
+        begun(storage, config, Request(margin=1.0, seeds=5, top=3))
 
 
 def test_more_seeds_leave_earlier_points_unchanged(storage: Storage, config: StudyConfig) -> None:
@@ -134,17 +93,9 @@ def test_more_seeds_leave_earlier_points_unchanged(storage: Storage, config: Stu
     plan = planned(begun(storage, config, Request()))
     assert plan.max_seeds == 20
     assert plan.points() == planned(first).points()
-    grown = with_seeds(plan, 20).points()
+    grown = plan.model_copy(update={"num_seeds": dict.fromkeys(plan.num_seeds, 20)}).points()
     assert grown[: len(plan.points())] == plan.points()
     assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 4
-
-
-def test_two_commands_share_their_seeds(storage: Storage, config: StudyConfig) -> None:
-    old = begun(storage, config, REQUEST)
-    create_or_resume_study(storage, with_plan(old, with_seeds(planned(old), 5)))
-    assert planned(with_stored_seeds(storage, old)).num_seeds == {"fp32": 5, "bf16": 5}
-    later = with_plan(old, with_seeds(planned(old), 8))
-    assert planned(with_stored_seeds(storage, later)).num_seeds == {"fp32": 8, "bf16": 8}
 
 
 @pytest.mark.parametrize(

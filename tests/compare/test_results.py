@@ -5,30 +5,38 @@ from __future__ import annotations
 import random
 import re
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy.stats import t
 from support.planted_comparison import (
     BASE,
-    SPEED,
+    HERE,
+    LUCK,
+    NUM_ROWS,
     TWO_TASKS,
     begun,
     compared,
     judged,
+    planned,
     run,
     search_config,
     searched,
 )
+from support.planted_comparison import lucky_score as score
 
-from hpo.compare.planning import Request
-from hpo.errors import InputError, RunError
+from hpo.compare.comparison_study import open_comparison
+from hpo.compare.planning import FIRST_SEED, Request
+from hpo.config.study_config import StudyConfig
+from hpo.errors import InputError
 from hpo.json_safe import json_safe
 from hpo.report import verdicts
 from hpo.report.terminal import print_parts
-from hpo.study.reading.row_statistics import read_row_statistics
+from hpo.study.reading.reader import read_study
 from hpo.study.sampling.points import grid_points
-from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -64,9 +72,9 @@ def row_of(score: Any, request: Request, **how: Any) -> dict[str, Any]:
     return dict(row)
 
 
-def shown(found: Any) -> str:
+def shown(content: Any) -> str:
     with StringIO() as text, redirect_stdout(text):
-        print_parts(verdicts.comparison_parts(json_safe(found.content)))
+        print_parts(verdicts.comparison_parts(json_safe(content)))
         return text.getvalue()
 
 
@@ -84,19 +92,6 @@ def test_no_loss_is_as_good_and_the_fastest_is_recommended() -> None:
         "Use bf16: as good as fp32 (score within 0.5 points), and 2.00 times as fast in training (2.00 to "
         "2.00)."
     )
-
-
-@pytest.mark.parametrize(
-    ("precisions", "names"), [(BF16, "bf16 is as good"), ((*BF16, "fp16"), "bf16 and fp16 are as good")]
-)
-def test_fp32_is_recommended_if_the_others_are_no_faster(
-    precisions: tuple[str, ...], names: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in precisions:
-        monkeypatch.setitem(SPEED, name, 100.0)
-    found = judged(search_config(), planted(0.0, own_noise=0.1), Request(precisions=precisions)).content
-    within = "(score within 0.5 points), but not shown to be faster."
-    assert found["recommendation"] == f"Use fp32: {names} {within}"
 
 
 def test_a_loss_is_worse() -> None:
@@ -148,32 +143,24 @@ def test_an_open_verdict_comes_with_the_command_for_more_seeds() -> None:
         assert most["sentence"].endswith("--max-seeds 200") is is_advised, "200 seeds are the limit"
 
 
-@pytest.mark.parametrize("loss", [0.0, 2.0])
-def test_every_precision_gets_its_verdict(loss: float) -> None:
+def test_every_precision_gets_its_verdict() -> None:
     request = Request(precisions=("fp32", "fp16", "bf16", "bf16-true"), top=2)
-    found = judged(search_config(), planted(loss, fp_precision="fp16"), request).content
-    expected = {"fp16": "worse" if loss else "as_good", "bf16": "as_good", "bf16-true": "as_good"}
+    found = judged(search_config(), planted(2.0, fp_precision="fp16"), request).content
+    expected = {"fp16": "worse", "bf16": "as_good", "bf16-true": "as_good"}
     assert {row["precision"]: row["verdict"] for row in found["verdicts"]} == expected
     assert "any of 3 `as good` in at most 7.5%" in found["error"]
 
 
-@pytest.mark.parametrize("share", [3, 5])
-def test_runs_without_a_score_count_alike_on_both_sides(share: int) -> None:
+def test_runs_without_a_score_count_alike_on_both_sides() -> None:
     """NaN is as frequent in both precisions, in other runs: neither verdict."""
     score = planted(0.0)
 
     def fails(params: dict[str, Any]) -> float | None:
         place = params.get("seed", 0) + (params["fp_precision"] == "bf16")
-        return None if place % share == 1 else score(params)
+        return None if place % 3 == 1 else score(params)
 
     row = row_of(fails, Request(top=1, max_seeds=50), search=score)
     assert (row["verdict"], row["num_runs"]) == ("not_shown", 50)
-
-
-def test_fp32_without_learning_gives_no_verdict() -> None:
-    row = row_of(lambda _: 0.0, Request(top=1))
-    assert row["verdict"] == "not_shown"
-    assert "It is not shown that fp32 has learned anything: it has 0.00 points" in row["sentence"]
 
 
 def test_collapsed_runs_are_listed() -> None:
@@ -195,7 +182,7 @@ def test_collapsed_runs_are_listed() -> None:
     assert re.match(pattern, far)
     assert failed.endswith(f"(configuration {best}, seed 1000004): no score, nonfinite: the loss was NaN.")
     assert "2 of 9 runs collapsed, and 0 of fp32." in row["sentence"]
-    assert f"Collapsed: {far}" in shown(found)
+    assert f"Collapsed: {far}" in shown(found.content)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +203,7 @@ def test_fp32_without_a_score() -> None:
     (row,) = found.content["verdicts"]
     assert (row["verdict"], row["reason"]) == ("not_shown", "No run of fp32 has a score")
     assert found.content["num_seeds"] == {"fp32": 3, "bf16": 3}, "no more seeds are spent on it"
-    assert not re.search("nan|inf[^i]", shown(found))
+    assert not re.search("nan|inf[^i]", shown(found.content))
 
 
 MEMORY = {"metric": "peak_memory_bytes", "direction": "minimize"}
@@ -262,11 +249,83 @@ def test_a_stopped_comparison_has_the_same_result(empty: Storage, tmp_path: Any)
     assert again == whole
 
 
-def test_damaged_rows_are_refused(empty: Storage) -> None:
-    score = planted(0.0)
-    compared(empty, searched(empty, score), score, Request(top=1))
-    assert len(read_row_statistics(empty, "tiny-compare", TWO_TASKS)) == 8
-    with empty.engine.begin() as connection:
-        connection.execute(row_statistics.update().values(content=b"PK"))
-    with pytest.raises(RunError, match=r"cannot be read .* Compare anew: hpo delete tiny-compare"):
-        read_row_statistics(empty, "tiny-compare", TWO_TASKS)
+REQUEST = Request("configurations")
+
+
+def test_each_configuration_has_its_own_precision_and_new_seeds(
+    storage: Storage, config: StudyConfig
+) -> None:
+    comparison = begun(storage, config, REQUEST)
+    plan = planned(comparison)
+    assert comparison.name == "tiny-compare-configurations"
+    assert plan.command == "hpo compare tiny --configurations"
+    ranked = [(one.params["learning_rate"], one.precision) for one in plan.configurations]
+    assert ranked == [(3e-5, "fp32"), (3e-5, "bf16"), (1e-4, "fp32")]
+    points = plan.points()
+    assert {(point["learning_rate"], point["fp_precision"]) for point in points} == {*ranked}
+    seeds = [point["seed"] for point in points]
+    assert len({*seeds}) == len(points) == 9
+    assert min(seeds) >= FIRST_SEED
+
+
+def test_means_have_students_interval_and_no_winner(storage: Storage, config: StudyConfig) -> None:
+    """All rows add alike, so the runs decide: Student's t over three seeds."""
+    found = compared(storage, config, score, REQUEST).content
+    assert (found["metric"], found["split"], found["unit"]) == ("score", "test", "points")
+    first = found["configurations"][0]
+    assert (first["num_runs"], first["num_failed"], first["precision"]) == (3, 0, "fp32")
+    values = 80 + np.array(LUCK)
+    width = t.ppf(0.975, 2) * values.std(ddof=1) / np.sqrt(3)
+    assert first["mean"] == pytest.approx(values.mean())
+    assert (first["low"], first["high"]) == pytest.approx((values.mean() - width, values.mean() + width))
+    assert first["search"] == pytest.approx(85.0)
+    assert found["baseline"] == pytest.approx(0.0), "the r2 of a constant"
+    assert found["num_rows"] == NUM_ROWS
+    means = [one["mean"] for one in found["configurations"]]
+    assert means == pytest.approx([80 + 1 / 3, 79 + 1 / 3, 75 + 1 / 3])
+    assert found["has_ended"]
+    assert read_study(storage, config.name).comparisons["configurations"] == json_safe(found)
+    text = found["recommendation"]
+    assert text.startswith("score (points) on 3 new seeds and 4,000 labelled rows of test. trial ")
+    assert f"trial {first['trial']}: 80.33 [" in text
+    assert "best constant prediction: 0.00" in text
+    assert "No winner is named" in shown(found)
+    assert not {"best", "winner", "verdicts"} & found.keys()
+
+
+def test_a_run_without_a_score_counts_as_the_baseline(storage: Storage, config: StudyConfig) -> None:
+    def fails(params: dict[str, Any]) -> float | None:
+        is_lost = params.get("seed") == FIRST_SEED and params["learning_rate"] == 3e-5
+        return None if is_lost else score(params)
+
+    first = compared(storage, config, fails, REQUEST).content["configurations"][0]
+    assert (first["num_runs"], first["num_failed"]) == (3, 1)
+    assert first["mean"] == pytest.approx((0 + 80 + 82) / 3)
+
+
+@pytest.mark.parametrize(
+    ("has_scores", "detailed", "split", "reason"),
+    [
+        (False, "validation", "validation", ""),
+        (True, "validation", "validation", "the search scored its trials on test"),
+        (False, "test", "validation", "test has a detailed evaluation of trial 1"),
+        (False, "validation", "test", "`hpo compare` used test"),
+    ],
+)
+def test_scores_on_test_seen_before_the_selection(
+    has_scores: bool, detailed: str, split: str, reason: str, storage: Storage, config: StudyConfig
+) -> None:
+    record = read_study(storage, config.name)
+    trials = [
+        one
+        if has_scores
+        else replace(one, telemetry={key: of for key, of in one.telemetry.items() if key != "test_metrics"})
+        for one in record.trials
+    ]
+    trials[1] = replace(trials[1], detailed={detailed: {}})
+    record = replace(record, trials=trials, comparisons={"precisions": {"split": split}})
+    comparison = open_comparison(storage, record, config, REQUEST, device=HERE, has_test=True)
+    assert planned(comparison).test_seen == reason
+    create_or_resume_study(storage, comparison)
+    found = json_safe(compared(storage, config, score, REQUEST).content)
+    assert ("were seen before this selection" in found["error"]) == bool(reason)

@@ -4,14 +4,12 @@ from collections.abc import Collection
 from typing import get_args
 
 import pytest
-import torch
 
 from hpo.config.trial_settings import TrialSettings
 from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS
 from hpo.models.multitask import _POOLINGS
 from hpo.tasks.kind import KINDS
-from hpo.training.optim import OPTIMIZERS
-from hpo.training.schedule import SCHEDULES
+from hpo.training.optim import OPTIMIZERS, SCHEDULES
 
 
 def choices(setting: str) -> set[str]:
@@ -30,7 +28,3 @@ def choices(setting: str) -> set[str]:
 )
 def test_choices_of_setting_are_implemented(setting: str, known: Collection[str]) -> None:
     assert choices(setting) == set(known)
-
-
-def test_compile_modes_are_pytorchs() -> None:
-    assert choices("compile") - {"none"} <= set(torch._inductor.list_mode_options())

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import COMMANDS, hpo_command
+from support.command_line import hpo_command
 
-from hpo.config.removed import REMOVED, removed_command
 from hpo.config.study_config import StudyConfig, load_study, stored_study, study_of
 from hpo.config.trial_settings import check_name
 from hpo.errors import InputError, StorageError, StudyFileError
@@ -71,18 +70,3 @@ def test_removed_command_is_one_error(tmp_path: Path, arguments: list[str], type
     ended = hpo_command(tmp_path, *arguments)
     assert (ended.exit_code, ended.out) == (2, "")
     assert ended.err == f"Error: `{typed}` was removed. {TABLE[typed]}\n"
-
-
-@pytest.mark.parametrize("arguments", [[], ["best", "rank"], ["status", "--rank"], ["database", "copy"]])
-def test_other_commands_are_not_removed(arguments: list[str]) -> None:
-    assert removed_command(arguments) is None
-
-
-def test_removed_names_do_not_exist() -> None:
-    options = {
-        f"hpo {name} {option}"
-        for name, command in COMMANDS.items()
-        for parameter in command.params
-        for option in parameter.opts
-    }
-    assert not REMOVED.keys() & {*options, *(f"hpo {name}" for name in COMMANDS), *StudyConfig.model_fields}

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.sections import CheckpointConfig
 from hpo.config.study_config import StudyConfig, load_study
-from hpo.data.tasks import parse_tasks
 from hpo.errors import StudyFileError
 from hpo.precision.table import AmpConfig
 
@@ -87,28 +86,6 @@ def test_paths_are_relative_to_study_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert study.data.files.test == Path("/absolute/test.jsonl")
 
 
-def test_tasks_in_study_file(tmp_path: Path) -> None:
-    task = {"kind": "single_label", "classes": ["a", "b"]}
-    for tasks in ({"topic": task}, {"tasks": {"topic": task}}):
-        data = {"source": "jsonl", "path": "set", "tasks": tasks}
-        study = load(tmp_path, json.dumps({"name": "s", "data": data}))
-        assert study.data.tasks == {"tasks": {"topic": task}}
-        assert parse_tasks(study.data.tasks, "study")[0].labels == ("a", "b")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "training: {gradient_checkpointing: %s}",
-        "sampler: {multivariate: %s}",
-        "search_space: {learning_rate: {type: float, low: 1e-5, high: 1e-3, log: %s}}",
-    ],
-)
-def test_switches_accept_yes_and_off(tmp_path: Path, line: str) -> None:
-    for word, value in (("yes", "true"), ("off", "false")):
-        assert load(tmp_path, BASE + line % word) == load(tmp_path, BASE + line % value)
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -122,13 +99,6 @@ def test_whole_numbers_accept_powers_of_ten(tmp_path: Path, line: str) -> None:
     exponent, plain = (load(tmp_path, BASE + line % number) for number in ("1e3", "1000"))
     assert exponent.definition() == plain.definition()
     assert "1000.0" not in json.dumps(exponent.definition())
-
-
-def test_default_stride_depends_on_length(tmp_path: Path) -> None:
-    text = "name: s\ndata: {source: synthetic, long_text: window%s}\ntraining: {max_length: 48}\n"
-    data = load(tmp_path, text % "").data
-    assert [data.stride_of(length) for length in (48, 128, 256, 512)] == [12, 32, 64, 64]
-    assert load(tmp_path, text % ", stride: 24").data.stride_of(48) == 24
 
 
 @pytest.mark.parametrize(

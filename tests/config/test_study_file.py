@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpo.config.study_file import parse_yaml_value, read_study_file, show
+from hpo.config.study_file import parse_yaml_value, read_study_file
 from hpo.errors import StudyFileError
 
 
@@ -24,13 +24,6 @@ def test_lines_of_keys(tmp_path: Path) -> None:
     file = read_study_file(path)
     assert file.content == {"a": 1, "b": {"c": [1, 2], "d": {"e": 3}}}
     assert file.lines == {"a": 2, "b": 3, "b.c": 4, "b.c.0": 4, "b.c.1": 4, "b.d": 5, "b.d.e": 5}
-
-
-def test_show_values_as_yaml() -> None:
-    shown = {"tpe": "`tpe`", None: "`null`", True: "`true`", -1.0: "`-1.0`"}
-    assert {value: show(value) for value in shown} == shown
-    assert (show([1, "a"]), show({"a": 1})) == ('`[1, "a"]`', '`{"a": 1}`')
-    assert len(show("x" * 1000)) <= 60
 
 
 @pytest.mark.parametrize(

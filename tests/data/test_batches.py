@@ -11,13 +11,9 @@ import torch
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.batches import collate, evaluation_batches, num_batches, padded_length, training_batches
-from hpo.data.synthetic import TASKS_JSON, SyntheticRows
-from hpo.data.tasks import parse_tasks
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
-from hpo.tasks.options import DecodingThresholds
-from hpo.tasks.tokenized_split import TokenizedSplit, Windowing, ragged_arange
-from hpo.training.decoding import decode
+from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
 
 JOINT = Task("joint", "token_classification", ("x", "y"))
 OVERLAP = Task("overlap", "token_classification", ("x", "y"), spans_may_overlap=True)
@@ -28,21 +24,12 @@ TONE = Task("tone", "single_label", ("calm", "angry"))
 GRADE = Task("grade", "regression")
 TASKS = (JOINT, OVERLAP, ANSWER, TOPICS, PROOF, TONE, GRADE)
 
+ALL_LABELS = {"tone": "angry", "topics": ["x", "z"], "grade": 1.5}
+SPANS = {"x": [(0, 1), (2, 3)], "y": [(4, 5)]}
+SOME = ("joint", "overlap", "topics", "proof")
 ROWS = [
-    Example(
-        "a",
-        "a b c d e",
-        {"tone": "angry", "topics": ["x", "z"], "grade": 1.5},
-        {"x": [(2, 7)]},
-        annotated=frozenset(task.name for task in TASKS),
-    ),
-    Example(
-        "b",
-        "a b c",
-        {"topics": ["x", "y"]},
-        {"x": [(0, 1), (2, 3)], "y": [(4, 5)]},
-        annotated=frozenset(["joint", "overlap", "topics", "proof"]),
-    ),
+    Example("a", "a b c d e", ALL_LABELS, {"x": [(2, 7)]}, annotated=frozenset(task.name for task in TASKS)),
+    Example("b", "a b c", {"topics": ["x", "y"]}, SPANS, annotated=frozenset(SOME)),
     Example("c", "a", {}, {}),
 ]
 
@@ -79,44 +66,6 @@ def test_tags_at_a_window_s_edge_equal_tags_of_the_whole_text() -> None:
     assert targets["joint"][:, :5].tolist() == [[-100, 0, 1, 2, -100], [-100, 2, 2, 0, -100]]
     assert targets["proof"][:, :5, 1].tolist() == [[-1, 0, 1, 1, -1], [-1, 1, 1, 0, -1]]
     assert targets["answer"].tolist() == [[0, 0], [0, 0]]
-
-
-@pytest.mark.parametrize("options", [(256, "truncate", 0), (24, "window", 6)])
-def test_targets_as_logits_decode_to_truth(options: tuple[int, str, int]) -> None:
-    """Decode every label and span of the examples from their own targets."""
-    tasks = parse_tasks(TASKS_JSON, "synthetic")
-    rows = list(SyntheticRows("validation", 60))
-    max_length, long_text, stride = options
-    split = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(max_length, long_text, stride))
-    rows_of = {"sequence": split.num_windows, "token": split.num_tokens}
-    logits = {task.name: np.zeros((rows_of[task.level], task.num_outputs), np.float32) for task in tasks}
-    for windows in evaluation_batches(split.lengths_W, 512):
-        batch = collate(split, windows, tasks, pad_id=0)
-        real_BL = batch.attention_mask_BL.numpy() == 1
-        token = ragged_arange(split.window_start_W1[windows], split.lengths_W[windows])
-        logits["criteria"][windows] = 20 * batch.targets["criteria"].numpy() - 10
-        logits["severity"][windows] = 20 * np.eye(4)[batch.targets["severity"].numpy()]
-        logits["burden"][windows, 0] = batch.targets["burden"].numpy()
-        logits["evidence"][token] = 20 * np.maximum(batch.targets["evidence"].numpy(), 0)[real_BL] - 10
-    truth = {name: [row.labels[name] for row in rows] for name in ("criteria", "severity", "burden")}
-    truth["evidence"] = [
-        [(name, *span) for name, spans in row.spans.items() for span in spans] for row in rows
-    ]
-    for task in tasks:
-        found = decode(task, logits[task.name], split, DecodingThresholds(), truth["criteria"])
-        if task.kind == "regression":
-            np.testing.assert_allclose(found, truth[task.name], rtol=1e-5)
-        elif task.kind == "span_per_label":
-            # Two sentences of one criterion side by side are one run of evidence.
-            assert [characters(row, spans) for row, spans in zip(rows, found, strict=True)] == [
-                characters(row, spans) for row, spans in zip(rows, truth[task.name], strict=True)
-            ]
-        else:
-            assert found == truth[task.name]
-
-
-def characters(row: Example, spans: list[tuple[str, int, int]]) -> set[tuple[str, int]]:
-    return {(name, i) for name, start, end in spans for i in range(start, end) if not row.text[i].isspace()}
 
 
 @pytest.mark.parametrize(

@@ -132,16 +132,6 @@ def test_tasks_of_the_study_exclude_other_tasks(tmp_path: Path) -> None:
     assert dataset.splits["train"][0].spans == {"place": [(0, 4)]}
 
 
-def test_other_names_of_files_and_a_byte_order_mark(tmp_path: Path) -> None:
-    write_set(tmp_path, TASKS, train=rows(3), validation=rows(2, first=5))
-    content = (tmp_path / "train.jsonl").read_bytes()
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n\r\n"))
-    (tmp_path / "tasks.json").rename(tmp_path / "b.json")
-    files = {"train": str(tmp_path / "a.txt")}
-    assert len(load_set(tmp_path, files=files, tasks=str(tmp_path / "b.json")).splits["train"]) == 3
-    assert len(load_set(tmp_path, files=files, tasks=TASKS).splits["train"]) == 3
-
-
 def test_fingerprint_is_equal_in_every_process(tmp_path: Path) -> None:
     tasks = {name: {"kind": "multi_label", "classes": ["a", "b"]} for name in "pqrstuvw"}
     lines = [{"id": str(i), "text": "x", "labels": {name: ["a", "b"] for name in tasks}} for i in range(2)]

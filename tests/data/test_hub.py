@@ -51,42 +51,6 @@ def texts(dataset: DataSet) -> list[str]:
     return [row.text for row in dataset.splits["train"]]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_csv_files_are_read_like_any_csv(end: str, folder: Path) -> None:
-    """German Excel: semicolons, a byte order mark, a quoted line break and a blank line."""
-    for split in SPLITS:
-        lines = ["id;text;t", f'{split}1;"one\ntwo; three";None', "", f"{split}2;four;ja"]
-        (folder / f"{split}.csv").write_bytes(("\ufeff" + end.join(lines)).encode())
-    dataset = hub(folder)
-    assert texts(dataset) == ["one\ntwo; three", "four"]
-    assert [row.labels["t"] for row in dataset.splits["train"]] == ["None", "ja"]
-
-
-def test_a_broken_file_is_refused_with_its_cause(folder: Path) -> None:
-    for split in SPLITS:
-        (folder / f"{split}.jsonl").write_text('{"text": "a", "text": "b"}\n')
-    with pytest.raises(DataError, match=r"cannot load .*ArrowInvalid: JSON parse error: Column\(/text\) was"):
-        hub(folder)
-
-
-def test_settings_of_csv_are_refused_for_other_files(folder: Path) -> None:
-    for split in SPLITS:
-        (folder / f"{split}.jsonl").write_text('{"id": "a", "text": "b", "t": "c"}\n')
-    with pytest.raises(DataError, match=r"data\.csv: .* csv files, but .* Leave `data\.csv` out"):
-        hub(folder, csv={"list_separator": ","})
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("column_names", ["id", "text", "t"]), ("na_values", ["a"])],
-)
-def test_other_options_of_the_card_are_refused(option: str, value: Any, folder: Path) -> None:
-    write_csv(folder, "id,text,t", "{}1,one,a", "{}2,two,b")
-    write_card(folder, {"configs": [{**FILES, option: value}]})
-    with pytest.raises(DataError, match=rf"data\.hub\.name: .*`{option}: .*Download .* `source: csv`"):
-        hub(folder)
-
-
 def test_settings_of_the_study_replace_the_card(folder: Path) -> None:
     write_csv(folder, "id^text^t", "{}1^caf\u00e9^a", "{}2^two^b", encoding="cp1252")
     write_card(folder, {"configs": [{**FILES, "sep": ",", "encoding": "utf-8", "engine": "python"}]})
@@ -107,21 +71,11 @@ def test_csv_has_names_or_numbers_of_classes(cells: list[str], folder: Path) -> 
 
 def test_classes_stored_as_numbers_get_their_names(folder: Path) -> None:
     kinds = {"tone": "single_label", "stars": "single_label", "topics": "multi_label"}
-    features = datasets.Features(
-        {
-            "text": datasets.Value("string"),
-            "tone": datasets.ClassLabel(names=["calm", "angry"]),
-            "stars": datasets.Value("int32"),
-            "topics": datasets.List(datasets.ClassLabel(names=["work", "home"])),
-        }
-    )
-    rows = {
-        "text": ["one", "two", "three"],
-        "tone": [1, 0, -1],
-        "stars": [5, 1, 5],
-        "topics": [[1], [0, 1], []],
-    }
-    table = datasets.Dataset.from_dict(rows, features=features)
+    named = {"tone": datasets.ClassLabel(names=["calm", "angry"]), "stars": datasets.Value("int32")}
+    named |= {"topics": datasets.List(datasets.ClassLabel(names=["work", "home"]))}
+    features = datasets.Features({"text": datasets.Value("string"), **named})
+    rows = {"text": ["one", "two", "three"], "tone": [1, 0, -1], "stars": [5, 1, 5]}
+    table = datasets.Dataset.from_dict(rows | {"topics": [[1], [0, 1], []]}, features=features)
     table.to_parquet(folder / "train.parquet")
     table.to_parquet(folder / "dev.parquet")
     config = {

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpo.data.batches import training_batches
 from hpo.data.source_sampling import SourceSampling, source_sampling
-from hpo.errors import InputError
 
 SIZES = {"large": 90, "small": 10}
 
@@ -66,26 +64,3 @@ def test_a_source_is_read_in_whole_passes() -> None:
         assert all(len(set(one)) == size for one in passes)
         assert any(list(one) != list(passes[0]) for one in passes)
     assert set(epochs[0][epochs[0] < 90]) != set(epochs[1][epochs[1] < 90]), "each epoch shows another part"
-
-
-def test_batches_contain_the_drawn_windows() -> None:
-    sampling, lengths = sampling_of(2), np.arange(100) % 13 + 1
-    batches = training_batches(lengths, 8, 5, 2, sampling)
-    assert len(batches) == 13
-    drawn = np.concatenate(batches)
-    assert sorted(drawn) == sorted(sampling.windows(5, 2))
-    again, other = (training_batches(lengths, 8, 5, epoch, sampling_of(2)) for epoch in (2, 3))
-    assert all(map(np.array_equal, batches, again))
-    assert not all(map(np.array_equal, batches, other))
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"smal": 1.0}, "sampling_weight.smal: there is no such source. Known: large, small."),
-        ({"large": 0.0, "small": 0.0}, "one source must have a weight above 0, but all have 0"),
-    ],
-)
-def test_weights_must_name_sources_and_draw_something(weights: dict[str, float], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        sampling_of(1, **weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,10 @@ from hpo.data.span_ends import OddSpans, SpanEnds
     [
         ("東京に行きました", 0, 2, 0),
         ("ไปกรุงเทพ", 2, 9, 0),
-        ("서울에서 만나요", 0, 2, 0),
         ("وللقاهرة", 3, 8, 0),
         ("take 10mg", 5, 7, 0),
-        ("#BlackLives", 6, 11, 0),
         ("anti-war", 5, 8, 0),
-        ("Ann's", 0, 3, 0),
         ("(Ann)", 1, 4, 0),
-        ("naïve", 0, 3, 1),
         ("nai\u0308ve", 0, 3, 1),
         ("Москва", 0, 5, 1),
         ("in 2024", 3, 6, 1),
@@ -38,37 +33,9 @@ def test_words_end_where_their_script_ends_them(text: str, start: int, end: int,
     assert ends.num_odd == num
 
 
-def test_few_odd_spans_are_not_reported() -> None:
-    ends = SpanEnds()
-    for number in range(100):
-        ends.add(f"row{number}", "Annabel", 0, 3 if number < 4 else 7)
-    assert ends.odd() is None
-    ends.add("row", "Annabel", 0, 3)
-    ends.add("row", "Annabel", 0, 3)
-    assert str(ends.odd()).startswith("6 of 102 spans (5.9 %) begin or end inside a word or at a space, ")
-    assert "as in `[Ann]abel` (row `row0`)" in str(ends.odd())
-
-
-def test_sources_share_the_first_odd_span() -> None:
-    ends, other, last = SpanEnds(), SpanEnds(), SpanEnds()
-    ends.add("r0", "Annabel", 0, 7)
-    for row in ("r1", "r2"):
-        other.add(row, "so Ann", 2, 6)
-        last.add(row, "Annabel", 0, 3)
-    for one in (other, last):
-        ends.merge(one)
-    assert ends.odd() == OddSpans(num_spans=5, num_odd=4, row="r1", excerpt="so[ Ann]")
-
-
 def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
     tasks = {"who": {"kind": "token_classification", "span_names": ["name"]}}
     rows = [{"id": f"r{n}", "text": "so Ann\nmet", "spans": {"name": [[2, 5]]}} for n in range(4)]
     write_set(tmp_path, tasks, train=rows, validation=[{**row, "id": f"v{row['id']}"} for row in rows])
     (task,) = data_facts(load_set(tmp_path)).tasks
     assert task.odd_spans == OddSpans(num_spans=8, num_odd=8, row="r0", excerpt="so[ An]n met")
-
-
-@pytest.mark.parametrize("name", ["snips", "squad2", "nlupp", "sgd"])
-def test_spans_of_published_sets_are_not_odd(name: str, real_set: Callable[[str], Path]) -> None:
-    facts = data_facts(load_set(real_set(name)))
-    assert [task.odd_spans for task in facts.tasks] == [None] * len(facts.tasks)

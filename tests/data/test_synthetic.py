@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import pytest
 from support.jsonl_sets import load
 
-from hpo.data.examples import RowChecker
-from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
-from hpo.data.tasks import parse_tasks
+from hpo.data.synthetic import GENERATOR_VERSION, SyntheticRows
 
 STORED = "acd9747cb227cf3e952238bb6b76935d"
 """The fingerprint of 20 rows a split, before `look_alikes` was a setting."""
@@ -34,23 +30,6 @@ def test_rows_match_the_generator_version() -> None:
     assert (GENERATOR_VERSION, digest) == (1, "c90e8caddf7fce29")
 
 
-def test_rows_pass_the_check_of_every_other_source() -> None:
-    checker = RowChecker(parse_tasks(TASKS_JSON, "synthetic"), None, {})
-    for row in SyntheticRows("train", 300):
-        raw = asdict(row)
-        del raw["segments"], raw["alt_spans"], raw["annotated"]
-        example, problems = checker.check(raw)
-        assert (example, problems) == (row, [])
-
-
-def test_label_noise_removes_and_adds_labels() -> None:
-    clean, noisy = (SyntheticRows("train", 300, label_noise=noise) for noise in (0.0, 1.0))
-    for ours, theirs in zip(clean, noisy, strict=True):
-        assert ours.text == theirs.text
-        assert not set(ours.spans) & set(theirs.spans)
-    assert any(row.spans for row in noisy)
-
-
 def test_the_fingerprint_depends_on_the_settings() -> None:
     def fingerprint(**settings: Any) -> str:
         sizes = {"num_train": 20, "num_validation": 20, "num_test": 20}
@@ -59,13 +38,3 @@ def test_the_fingerprint_depends_on_the_settings() -> None:
     assert fingerprint() == STORED
     changes: list[dict[str, Any]] = [{"look_alikes": 0.1}, {"seed": 1}, {"num_train": 21}]
     assert len({STORED, *(fingerprint(**change) for change in changes)}) == 4
-
-
-def test_sizes_and_statistics_of_the_data_set() -> None:
-    sizes = {"num_train": 50, "num_validation": 20, "num_test": 10}
-    dataset = load(source="synthetic", synthetic=sizes, limits={"train": 30})
-    assert [len(examples) for examples in dataset.splits.values()] == [30, 20, 10]
-    assert list(dataset.splits["train"]) == SyntheticRows("train", 99)[:30]
-    burdens = [row.labels["burden"] for row in dataset.splits["train"]]
-    burden = next(task for task in dataset.tasks if task.name == "burden")
-    assert (burden.target_mean, burden.target_std) == (np.mean(burdens), np.std(burdens))

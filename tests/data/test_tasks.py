@@ -10,27 +10,17 @@ from hpo.tasks.kind import Task
 
 
 def test_tasks_of_every_kind() -> None:
-    answer = {
-        "kind": "span_extraction",
-        "span_names": ["answer"],
-        "inside_segment": "context",
-        "max_spans": 1,
+    answer = {"kind": "span_extraction", "span_names": ["answer"], "inside_segment": "context"}
+    tasks = {
+        "intent": {"kind": "single_label", "classes": ["a", "b"]},
+        "intents": {"kind": "multi_label", "classes": ["a", "b"], "descriptions": {"a": "..."}},
+        "slots": {"kind": "token_classification", "span_names": ["x"], "spans_may_overlap": True},
+        "answer": answer | {"max_spans": 1},
+        "evidence": {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "intents"},
+        "severity": {"kind": "regression"},
     }
-    tasks = parse_tasks(
-        {
-            "name": "set",
-            "tasks": {
-                "intent": {"kind": "single_label", "classes": ["a", "b"]},
-                "intents": {"kind": "multi_label", "classes": ["a", "b"], "descriptions": {"a": "..."}},
-                "slots": {"kind": "token_classification", "span_names": ["x"], "spans_may_overlap": True},
-                "answer": answer,
-                "evidence": {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "intents"},
-                "severity": {"kind": "regression"},
-            },
-        },
-        "tasks.json",
-    )
-    assert tasks == (
+    parsed = parse_tasks({"name": "set", "tasks": tasks}, "tasks.json")
+    assert parsed == (
         Task("intent", "single_label", ("a", "b")),
         Task("intents", "multi_label", ("a", "b")),
         Task("slots", "token_classification", ("x",), spans_may_overlap=True),
@@ -38,7 +28,7 @@ def test_tasks_of_every_kind() -> None:
         Task("evidence", "span_per_label", ("a",), evidence_for="intents"),
         Task("severity", "regression"),
     )
-    assert [task.num_outputs for task in tasks] == [2, 2, 3, 2, 1, 1]
+    assert [task.num_outputs for task in parsed] == [2, 2, 3, 2, 1, 1]
     assert Task("t", "token_classification", ("a", "b")).num_outputs == 5
 
 
@@ -62,26 +52,12 @@ EVIDENCE = {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "y"}
         ({"x": {**SINGLE, "classes": ["a", "b", "a"]}}, "`a` occurs twice"),
         ({"x": {**SPANS, "spans_may_overlap": "maybe"}}, "overlap: must be true or false, but got `maybe`"),
         ({"x": {**SPANS, "span_names": None}}, "span_names: must be given for the kind token_classification"),
-        (
-            {"x": {"kind": "span_extraction", "span_names": ["a", "b"]}},
-            "span_names: must hold at most 1 for the kind",
-        ),
+        ({"x": {"kind": "span_extraction", "span_names": ["a", "b"]}}, "span_names: must hold at most 1"),
         ({"y": SINGLE, "x": {**EVIDENCE, "evidence_for": "z"}}, "_for: there is no task `z`. Known: y"),
-        (
-            {"y": {"kind": "regression"}, "x": EVIDENCE},
-            "evidence_for: must name a single_label or multi_label task, but `y` is regression",
-        ),
+        ({"y": {"kind": "regression"}, "x": EVIDENCE}, "evidence_for: must name a single_label or"),
         ({"y": SINGLE, "x": {**EVIDENCE, "span_names": ["c"]}}, "span_names: `c` is no class of `y`"),
     ],
 )
 def test_bad_tasks_are_refused(tasks: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         parse_tasks({"tasks": tasks}, "t.json")
-
-
-def test_all_problems_of_a_file_are_reported_together() -> None:
-    with pytest.raises(DataError) as raised:
-        parse_tasks({"x": {"kind": "single"}, "y": {"kind": "multi_label", "classes": "a"}}, "t.json")
-    first, second = str(raised.value).splitlines()
-    assert first.startswith("t.json: task `x`: kind: must be one of")
-    assert second == "t.json: task `y`: classes: must be a list, but got `a`."

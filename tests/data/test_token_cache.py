@@ -130,15 +130,6 @@ def test_a_damaged_cache_is_made_again(
     assert len(made) == 2
 
 
-def test_an_unfinished_folder_is_replaced(dataset: DataSet, tmp_path: Path) -> None:
-    load(dataset, tmp_path)
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    unfinished = folder.rename(folder.with_name(folder.name + ".unfinished"))
-    (unfinished / "contents.json").unlink()
-    assert load(dataset, tmp_path).num_windows == 40
-    assert not unfinished.exists()
-
-
 def test_concurrent_threads_and_processes_do_the_work_once(
     dataset: DataSet, tmp_path: Path, made: list[int]
 ) -> None:

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,7 @@ import pytest
 from support.tiny_tokenizers import FAMILIES, tiny_tokenizer, tokenize_split
 from transformers import PreTrainedTokenizerBase
 
-from hpo.config.data_config import DataConfig
-from hpo.data.dataset import load_data
-from hpo.errors import DataError, ModelError
+from hpo.errors import ModelError
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.tokenized_split import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
@@ -251,21 +248,6 @@ def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_length": 3}, "max_length must leave room for text beside 2 special tokens, but got 3"),
-        (
-            {"max_length": 10, "stride": 8, **WINDOWED},
-            "data.stride, the overlap of two windows, must be less than the 8 tokens of text that a window",
-        ),
-    ],
-)
-def test_impossible_lengths_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        windows_of([example("a " * 20)], [NAMES], **options)
-
-
-@pytest.mark.parametrize(
     ("family", "tasks", "pair", "message"),
     [
         ("suffix_only", [ANSWER], None, "puts none before a text"),
@@ -282,37 +264,3 @@ def test_a_tokenizer_without_special_tokens_is_refused(
 
 
 # Real sets
-
-
-@pytest.mark.parametrize(
-    ("name", "split_name", "num_spans", "num_inexact"),
-    [
-        ("snips", "validation", 1794, 2),
-        ("sgd", "validation", 1220, 0),
-        ("squad2", "test", 298, 0),
-    ],
-)
-def test_tokens_of_real_sets_return_spans(
-    name: str, split_name: str, num_spans: int, num_inexact: int, real_set: Callable[[str], Path]
-) -> None:
-    """The inexact ones begin or end inside a word: "L.a|Joseph", twice."""
-    pair = PAIR if name == "squad2" else None
-    config = {"source": "jsonl", "path": str(real_set(name)), "pair_segments": pair}
-    dataset = load_data(DataConfig.model_validate(config))
-    rows: Sequence[Example] = dataset.splits[split_name]
-    split = windows_of(rows, dataset.tasks, 256, stride=64, pair_segments=pair, **WINDOWED)
-    (task,) = (task for task in dataset.tasks if task.name in split.spans)
-    assert split.num_lost_spans[task.name] == 0
-    text_of_W, start_T, end_T = split.window_example_W, split.char_start_T, split.char_end_T
-    back = {
-        (int(text_of_W[window]), task.labels[label], int(start_T[first]), int(end_T[last]))
-        for window, label, first, last, cut in shown_spans(split, task.name)
-        if cut == 0
-    }
-    true = {
-        (e, label, *span)
-        for e, row in enumerate(rows)
-        for label in task.labels
-        for span in row.spans.get(label, ())
-    }
-    assert (len(true), len(true - back), len(back - true)) == (num_spans, num_inexact, num_inexact)

@@ -22,8 +22,9 @@ from hpo.device import DeviceInfo
 from hpo.errors import RunError
 from hpo.inference.model import TrainedModel
 from hpo.training.metrics import primary_mean
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import StoredTrial
 
 pytestmark = pytest.mark.usefixtures("onnx_exports")
 
@@ -34,7 +35,7 @@ QUICK = TimingBudget(rounds=2, seconds=0.1)
 def trained(executor: Executor, folder: Path) -> Path:
     result = executor.run({}, folder / "trial", "key")
     assert result.outcome == "complete", result.reason
-    source = TrialSource(0, {}, result.telemetry)
+    source = StoredTrial(0, {}, result.telemetry)
     return export_checkpoint(executor, folder / "trial", folder / "export", source)
 
 

@@ -53,7 +53,7 @@ def test_git_ignores_the_secret_files() -> None:
 
 
 @pytest.mark.parametrize("name", OF_IMAGE)
-def test_containers_of_the_image_have_no_more_rights_than_they_need(name: str) -> None:
+def test_containers_of_the_image_have_no_needless_right(name: str) -> None:
     service = SERVICES[name]
     assert not without_variables(service["user"]).startswith("0")
     assert service["read_only"] is True

@@ -22,7 +22,6 @@ NUMBER = Task("t", "regression")
 SINGLE = Task("t", "single_label", ("a", "b"))
 MULTI = Task("t", "multi_label", ("a", "b"))
 ANSWER = Task("t", "span_extraction", ("answer",))
-SPANS = Task("t", "token_classification", ("a", "b"))
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
@@ -61,9 +60,6 @@ def width(interval: Interval) -> float:
     assert interval.low is not None
     assert interval.high is not None
     return interval.high - interval.low
-
-
-# Resampling
 
 
 def random_rows(kind: str, rng: np.random.Generator, count: int) -> tuple[list[Any], list[Any]]:
@@ -137,9 +133,6 @@ def test_resamples_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     assert (pieces.low, pieces.high) == pytest.approx((whole.low, whole.high), rel=1e-12)
 
 
-# The score
-
-
 def test_tasks_are_resampled_together_in_the_score() -> None:
     """Two tasks with opposite errors: each moves, their mean does not."""
     is_right = np.random.default_rng(5).random(1000) < 0.5
@@ -154,24 +147,6 @@ def test_tasks_are_resampled_together_in_the_score() -> None:
     assert found.score is not None
     assert found.score.value == pytest.approx(np.mean([of["f1_macro"].value for of in found.tasks.values()]))
     assert width(found.score) < 0.25 * width(found.tasks["u"]["f1_macro"])
-
-
-def test_score_of_one_task_is_its_primary_metric() -> None:
-    one = statistics(SINGLE, ["a", "b"] * 25, ["a", "b"] * 25)
-    alone = metric_intervals({"t": one})
-    assert alone.score == alone.tasks["t"]["f1_macro"]
-    both = metric_intervals(
-        {"t": one, "u": dataclasses.replace(one, task=dataclasses.replace(SINGLE, name="u"))}
-    )
-    assert both.score is not None
-    assert (both.score.low, both.score.high) == (pytest.approx(alone.score.low), 1)
-    worst = metric_intervals({"t": statistics(NUMBER, [0.0, 1.0] * 5, [9.0] * 10)})
-    assert worst.score is not None
-    assert worst.score.value == worst.score.low == 0
-    assert worst.tasks["t"]["r2"].low < -100
-
-
-# Few rows and equal rows
 
 
 def test_few_rows_have_intervals_without_nan() -> None:
@@ -193,7 +168,6 @@ def test_few_rows_have_intervals_without_nan() -> None:
     ("task", "metric", "right", "wrong"),
     [
         (SINGLE, "accuracy", "a", "b"),
-        (SINGLE, "f1_micro", "a", "b"),
         (MULTI, "exact_match", ["a"], ["b"]),
         (ANSWER, "exact_match", [("answer", 0, 3)], [("answer", 4, 8)]),
     ],
@@ -229,14 +203,6 @@ def test_an_unknown_row_bound_without_spread_has_no_interval(monkeypatch: pytest
     monkeypatch.setitem(METRICS, "own", own)
     assert ends(SINGLE, "own", ["a"] * 9, ["a"] * 9) == (None, None)
     assert ends(SINGLE, "own", ["a"] * 9, ["a"] * 8 + ["b"]) == (0, 1)
-
-
-def test_a_rare_class_widens_the_interval_by_its_share() -> None:
-    """Ten classes, one of a single row, with a tenth of the mean."""
-    truth = np.append(np.arange(999) % 9, 9)
-    found = metric_intervals({"t": classified(truth, truth, 10)}).tasks["t"]["f1_macro"]
-    assert found.high == 1
-    assert 0.88 < found.low < 0.9
 
 
 @pytest.mark.parametrize("seed", range(10))

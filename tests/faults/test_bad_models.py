@@ -16,9 +16,7 @@ from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer
 
 WORDS = "embeddings.word_embeddings.weight"
-ALBERT = BERT | {"model_type": "albert", "embedding_size": 16}
 MPNET = BERT | {"model_type": "mpnet"}
-FNET = {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
 
 
 @pytest.fixture
@@ -30,12 +28,6 @@ def folder(tmp_path: Path) -> Path:
 def change_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", ""])
-def test_unknown_encoder_name(name: str) -> None:
-    with pytest.raises(ModelError, match=r"must be `minilm`, a hub id .* is no folder"):
-        load_encoder(name)
 
 
 def remove_tensors(folder: Path, *names: str) -> None:
@@ -63,23 +55,12 @@ def pickle_weights(folder: Path) -> Path:
     [
         (lambda folder: (folder / "config.json").unlink(), r"must hold a config\.json, but there is none"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is no valid JSON: Expecting"),
-        (lambda folder: change_config(folder, hidden_act="gelo"), r"could not be loaded \(KeyError: .*gelo"),
         (lambda folder: change_config(folder, vocab_size=31000), f"shapes .*, but {WORDS} is .30522, 32. "),
-        (
-            lambda folder: change_config(folder, hidden_size=64),
-            r"must be \(64,\), .* in all\)\. Use the config",
-        ),
-        (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
         (lambda folder: cut_in_half(folder / "model.safetensors"), "model.safetensors is damaged.*Download"),
-        (
-            lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com"),
-            "model.safetensors is damaged, or a pointer of Git LFS .`git lfs pull`",
-        ),
         (
             lambda folder: pickle_weights(folder).write_text("version https://git-lfs.github.com"),
             r"pytorch_model\.bin is damaged, or a pointer .*`git lfs pull` gets the file\)\. Download",
         ),
-        (lambda folder: cut_in_half(pickle_weights(folder)), r"pytorch_model\.bin is damaged, or a pointer"),
         (
             lambda folder: remove_tensors(folder, "layer.1.output.dense.weight"),
             r"missing .*: encoder\.layer\.1\.output\.dense\.weight",
@@ -100,35 +81,11 @@ def change_weight(folder: Path, name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("name", ["encoder.layer.1.output.dense.weight", "embeddings.LayerNorm.bias"])
-def test_nonfinite_weight_is_refused(folder: Path, name: str, value: float) -> None:
+def test_nonfinite_weight_is_refused(folder: Path, value: float) -> None:
+    name = "encoder.layer.1.output.dense.weight"
     change_weight(folder, name, value)
-    with pytest.raises(
-        ModelError, match=rf"weights must be finite, .* infinite numbers in {name}\. Download"
-    ):
+    with pytest.raises(ModelError, match=rf"must be finite, .* infinite numbers in {name}\. Download"):
         load_encoder(str(folder))
-
-
-def test_finite_weights_with_nonfinite_states_load(folder: Path) -> None:
-    """The check on the study's data refuses them later."""
-    change_weight(folder, "embeddings.LayerNorm.weight", 3e38)
-    change_weight(folder, "encoder.layer.0.attention.self.query.weight", 3e38)
-    make_model(str(folder), pooling="cls")
-
-
-def test_pooler_may_be_broken_or_missing(folder: Path) -> None:
-    """No head reads it."""
-    change_weight(folder, "pooler.dense.weight", math.nan)
-    make_model(str(folder))
-    remove_tensors(folder, "pooler")
-    make_model(str(folder))
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_broken_tokenizer_file_is_named(folder: Path, name: str) -> None:
-    (folder / name).write_text("{")
-    with pytest.raises(ModelError, match=rf"the tokenizer of .* {name} is no valid JSON"):
-        load_tokenizer(str(folder))
 
 
 def remove_tokenizer(folder: Path) -> None:
@@ -193,30 +150,11 @@ def test_code_of_a_model_runs_only_if_trusted(
     ("encoder", "settings", "message"),
     [
         (BERT | {"hidden_sise": 64}, {}, r"`hidden_sise` is not a key of bert\. Did you mean `hidden_size`"),
-        (BERT | {"model_type": "brt"}, {}, r"got `brt`\. Did you mean `\w*b\w*rt\w*`"),
         (BERT | {"vocab_size": 100}, {}, r"vocab_size is 100 and the tokenizer .* has 30522 tokens"),
-        (BERT | {"tokenizer": 3}, {}, "`tokenizer` must be a name or a folder, but got 3"),
         ({"model_type": "t5"}, {}, "trains encoders and decoders, but t5 is both"),
         (BERT, {"max_length": 65}, "at most the 64 positions of this BertModel, but it is 65"),
         (BERT, {"freeze_layers": 3}, "between 0 and the encoder's 2 layers, but it is 3"),
-        (
-            ALBERT,
-            {"freeze_layers": 1},
-            "must have one list of its 2 layers, but it has 0. Leave freeze_layers",
-        ),
         (MPNET, {"attention": "eager", "gradient_checkpointing": True}, "MPNetModel does not support it"),
-        (MPNET, {"attention": "sdpa"}, "`sdpa` does not work for a fresh mpnet here.* Use eager or flash"),
-        (
-            FNET,
-            {"attention": "eager", "attention_dropout": 0.2},
-            "a fresh fnet must have one of attention_pr",
-        ),
-        pytest.param(
-            BERT,
-            {"attention": "flash"},
-            "attention: `flash` does not work for .* Use sdpa or eager",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it may have flash attention"),
-        ),
     ],
 )
 def test_impossible_configuration_is_refused(

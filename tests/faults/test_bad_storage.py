@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import sqlite3
-import threading
 from pathlib import Path
 
-import psycopg
 import pytest
 import sqlalchemy as sa
 from support.postgres import PASSWORD, USER, PostgresServer
@@ -16,7 +14,6 @@ from support.worker_process import study
 from hpo.cluster.postgres.postgres_server import certificate
 from hpo.errors import HpoError, OutageError, RunError, StorageError
 from hpo.study.store import connection as bounds
-from hpo.study.store.failures import explain
 from hpo.study.store.schema import compat
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -39,7 +36,6 @@ def refusal(url: str, *, create: bool = True) -> HpoError:
     ("url", "message"),
     [
         ("sqlite:////no/such/folder/hpo.db", "folder `/no/such/folder` of sqlite:.* must exist"),
-        ("sqlite:////sys/hpo.db", "Its folder must exist, and both must be writable"),
         ("postgresql://me:secret@host.invalid/db", "the host cannot be found"),
         ("postgresql://me:secret@127.0.0.1:1/db", "no database answers there"),
     ],
@@ -50,26 +46,13 @@ def test_url(url: str, message: str) -> None:
     assert re.search(message, str(error))
 
 
-def test_reading_command_creates_no_database(tmp_path: Path) -> None:
-    path = tmp_path / "hpo.db"
-    assert "There is no study database at" in str(refusal(f"sqlite:///{path}", create=False))
-    assert not path.exists()
-    sqlite3.connect(path).close()
-    assert "holds no study yet" in str(refusal(f"sqlite:///{path}", create=False))
-
-
-# SQLite
-
-
 def test_not_a_database(tmp_path: Path) -> None:
-    text, truncated = tmp_path / "notes.txt", tmp_path / "hpo.db"
-    text.write_text("This is no database, but a text of some length. " * 100)
-    open_storage(f"sqlite:///{truncated}").close()
-    truncated.write_bytes(truncated.read_bytes()[:5000])
-    for path in (text, truncated):
-        before = path.read_bytes()
-        assert "it must be a SQLite database" in str(refusal(f"sqlite:///{path}"))
-        assert path.read_bytes() == before
+    path = tmp_path / "hpo.db"
+    open_storage(f"sqlite:///{path}").close()
+    path.write_bytes(path.read_bytes()[:5000])
+    before = path.read_bytes()
+    assert "it must be a SQLite database" in str(refusal(f"sqlite:///{path}"))
+    assert path.read_bytes() == before
 
 
 def test_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +74,11 @@ def test_read_only(sqlite_url: str, tmp_path: Path) -> None:
     with open_storage(sqlite_url) as storage:
         create_or_resume_study(storage, study(2))
     before = (tmp_path / "hpo.db").read_bytes()
-    url = f"sqlite:///file:{tmp_path}/hpo.db?mode=ro&uri=true"
-    with open_storage(url) as storage, pytest.raises(StorageError, match="must be writable"):
-        create_or_resume_study(storage, study(3))
+    with open_storage(sqlite_url) as storage:
+        pragma = sa.text("PRAGMA query_only = 1")
+        sa.event.listen(storage.engine, "begin", lambda connection: connection.execute(pragma))
+        with pytest.raises(StorageError, match="must be writable"):
+            create_or_resume_study(storage, study(3))
     assert (tmp_path / "hpo.db").read_bytes() == before
 
 
@@ -108,9 +93,6 @@ def test_disk_full(sqlite_url: str) -> None:
         assert raised.value.exit_code == 1
     with open_storage(sqlite_url) as storage:
         assert storage.get_compat("key") is None
-
-
-# PostgreSQL
 
 
 @pytest.mark.postgres
@@ -136,36 +118,12 @@ def test_refusals_of_a_server(postgres_server: PostgresServer, postgres_url: str
 
 
 @pytest.mark.postgres
-def test_unquoted_braces_and_percent_in_a_password(
-    postgres_server: PostgresServer, postgres_url: str
-) -> None:
-    name = postgres_url.rpartition("/")[2]
-    with postgres_server.connect(name) as connection:
-        connection.execute("DROP ROLE IF EXISTS brace")
-        connection.execute("CREATE ROLE brace SUPERUSER LOGIN PASSWORD '{x}%z{0}'")
-    open_storage(f"postgresql://brace:{{x}}%z{{0}}@127.0.0.1:{postgres_server.port}/{name}").close()
-
-
-# TLS
-
-
-@pytest.mark.postgres
-def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
-    with tls_server.database() as url:
-        trusted = f"{url}?sslmode=verify-full&sslrootcert={tls_server.certificate}"
-        with open_storage(trusted) as storage, storage.engine.connect() as connection:
-            query = "SELECT ssl, version FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
-            assert connection.execute(sa.text(query)).one() == (True, "TLSv1.3")
-        assert "the server refuses this user and password" in str(refusal(trusted.replace("%20", "-", 1)))
-
-
-@pytest.mark.postgres
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("sslmode=disable", "the server refuses such a connection.*no encryption"),
-        ("sslmode=verify-full&sslrootcert={other}", "vouch for.*certificate verify failed"),
-        ("sslmode=require&colour=red", "does not know such an option.*colour"),
+        ("sslmode=disable", "must fit.*no encryption"),
+        ("sslmode=verify-full&sslrootcert={other}", "must fit.*certificate verify failed"),
+        ("sslmode=require&colour=red", "must fit.*colour"),
     ],
 )
 def test_refused_tls_connections(
@@ -174,43 +132,6 @@ def test_refused_tls_connections(
     other = certificate(tmp_path, ["127.0.0.1"], {})
     with tls_server.database() as url:
         assert re.search(message, str(refusal(f"{url}?{options.format(other=other)}")))
-
-
-# Tables that another version made
-
-
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        ("v9.9.9.a", r"must be of Optuna 5\..*, but they are of Optuna 9\.9\.9\. Update Optuna"),
-        ("v2.6.0.a", r"run `optuna storage upgrade --storage URL`"),
-    ],
-)
-def test_tables_of_another_optuna(sqlite_url: str, version: str, message: str) -> None:
-    with open_storage(sqlite_url) as storage, storage.engine.begin() as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = :v"), {"v": version})
-        connection.execute(sa.text("UPDATE version_info SET library_version = '9.9.9'"))
-    error = refusal(sqlite_url)
-    assert re.search(message, str(error))
-
-
-# Errors in the middle of a run
-
-
-@pytest.mark.postgres
-def test_worker_waits_for_an_unavailable_database(
-    postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not wait after wrong input."""
-    monkeypatch.setattr(Storage, "patience_seconds", 0.3)
-    stop = threading.Event()
-    for url in (postgres_server.url("postgres", user="nobody"), postgres_url + "_"):
-        with pytest.raises(StorageError, match=r"refuses this user|no such database"):
-            open_storage(url, stop=stop)
-    read_only = f"{postgres_url}?options=-c%20default_transaction_read_only%3Don"
-    for url in (postgres_url.replace("127.0.0.1", "no-such-host.invalid"), read_only):
-        with pytest.raises(OutageError):
-            open_storage(url, stop=stop)
 
 
 def insert_compat(storage: Storage, key: str) -> None:
@@ -245,14 +166,3 @@ def test_earlier_lost_connection_is_an_outage(tmp_path: Path) -> None:
         with pytest.raises(OutageError, match="Can't reconnect"):
             storage.attempt(ask_again)
         storage.put_compat("key", {"a": 1})
-
-
-def test_unknown_error_is_shown_without_the_password() -> None:
-    error = psycopg.OperationalError("something new with password=secret in it\nand more")
-    wrapped = sa.exc.OperationalError("SELECT 1", {}, error)
-    explained = explain("postgresql://me:secret@host/db", wrapped)
-    assert isinstance(explained, RunError)
-    assert str(explained) == (
-        "postgresql://me:***@host/db: the database gave an error: "
-        "something new with password=*** in it and more"
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,24 +109,6 @@ def test_stored_name_of_a_study_leads_nowhere(made: Path, name: str) -> None:
     assert not Path("/tmp/hpo-out").exists()
 
 
-def test_stored_token_of_a_study_leads_nowhere(made: Path) -> None:
-    other = made / "runs" / "x"
-    other.mkdir()
-
-    def change_token(connection: sa.Connection) -> None:
-        connection.execute(sa.update(studies).values(token="/../../x"))
-        token = {"value": json.dumps("/../../x")}
-        connection.execute(sa.text("UPDATE study_system_attributes SET value_json = :value"), token)
-
-    change(made, change_token)
-    for command in (["worker", "tiny"], ["run", "tiny.yaml"], ["delete", "tiny", "--yes"]):
-        refused = hpo_command(made, *command)
-        assert refused.exit_code == 2
-        assert "The token of the study `tiny`" in refused.err
-    assert other.is_dir()
-    assert not any(other.iterdir())
-
-
 def test_stored_paths_need_the_permission_of_the_machine(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Locations of checkpoints and of data."""
     private = write_set(made.parent / "private", {"tasks": {"size": {"kind": "regression"}}})
@@ -152,16 +133,3 @@ def test_stored_paths_need_the_permission_of_the_machine(made: Path, monkeypatch
     monkeypatch.setenv("HPO_ALLOW", f"s3://ours:{outside}")
     assert ok(hpo_command(made, "worker", "tiny", "--json")).json["outcomes"] == {"complete": 2}
     assert f"Its checkpoints in {outside}" in ok(hpo_command(made, *delete)).out
-
-
-def test_stored_texts_do_not_change_the_terminal(made: Path) -> None:
-    def send(connection: sa.Connection) -> None:
-        values = {"host": "host\x1b[2J\x9b31m", "pid": 1, "id": "w", "study": "tiny", "state": "live"}
-        values |= {"machine": "other", "process_start": "", "number": 0}
-        values |= {"started": time.time(), "last_seen": time.time()}
-        connection.execute(sa.insert(workers).values(values))
-
-    change(made, send)
-    shown = hpo_command(made, "status", "tiny").out
-    assert "host\ufffd[2J\ufffd31m" in shown
-    assert not {"\x1b", "\x9b"} & {*shown}

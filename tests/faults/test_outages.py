@@ -1,7 +1,7 @@
-"""Outages of a real PostgreSQL, of the network and of workers in real processes.
+"""Outages of a real PostgreSQL, of the network and of workers in real processes; a shared PgBouncer.
 
-The trials train nothing, but use the real `TrialRunner` and lease. Each worker pretends to have a machine of
-its own, so that only heartbeats prove its life.
+The trials train nothing, but use the real `TrialRunner` and lease. In an outage, each worker pretends to have
+a machine of its own, so that only heartbeats prove its life.
 """
 
 from __future__ import annotations
@@ -17,13 +17,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psycopg
 import pytest
 from support.command_line import finish as finish_command
 from support.command_line import ok, saved_steps, start_hpo, wait_until
+from support.one_connection import one_connection
+from support.pgbouncer import PROGRAM, server_settings, transaction_pool
 from support.postgres import PostgresServer
 from support.proxy import Proxy
 from support.tiny import write_long_study
-from support.worker_process import finish, note, notes, result, start_process, study, wait_for
+from support.worker_process import (
+    check_done,
+    finish,
+    note,
+    notes,
+    result,
+    scored,
+    start_process,
+    study,
+    wait_for,
+    work,
+)
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import LeaseLostError
@@ -34,7 +48,6 @@ from hpo.study.store import connection
 from hpo.study.store.connection import BoundedConnection
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
-from hpo.training.evaluate import Evaluation
 
 pytestmark = pytest.mark.postgres
 
@@ -47,13 +60,11 @@ def last_saved_step(folder: Path) -> int:
 
 
 class Train:
-    """A simulated Executor: a step takes `step_seconds`, and each evaluation has a checkpoint."""
+    """A simulated Executor: each evaluation has a checkpoint."""
 
-    def __init__(self, config: StudyConfig, folder: Path, step_seconds: float) -> None:
-        self.study = config
+    def __init__(self, config: StudyConfig, folder: Path) -> None:
+        self.study, self._folder = config, folder
         self.device = SimpleNamespace(device_id="cpu")
-        self._folder = folder
-        self._step_seconds = step_seconds
 
     def trial_folder(self, _token: str, number: int) -> Path:
         return self._folder / f"trial-{number:05d}"
@@ -64,9 +75,10 @@ class Train:
         note(log, event="started", number=number, pid=os.getpid(), step=start)
         try:
             for step in range(start + 1, STEPS + 1):
-                time.sleep(self._step_seconds)
+                time.sleep(0.05)
                 if step in EVALUATED:
-                    callbacks.on_evaluation(_evaluation(step))
+                    share = step / STEPS
+                    callbacks.on_evaluation(scored(EVALUATED.index(step) + 1, step, share, (share,)))
                     (folder / f"step-{step:08d}").mkdir(parents=True)
                 note(log, event="step", number=number, pid=os.getpid(), step=step)
                 if callbacks.should_stop():
@@ -78,31 +90,7 @@ class Train:
         return result("complete", telemetry={"device": {}})
 
 
-def _evaluation(step: int) -> Evaluation:
-    share = step / STEPS
-    return Evaluation(
-        step=step,
-        epoch=1.0,
-        budget_used=share,
-        seconds=float(step),
-        metrics={},
-        decisions={},
-        examples_per_second=None,
-        train_loss=0.0,
-        index=EVALUATED.index(step) + 1,
-        rates={},
-        values=(share,),
-    )
-
-
-def work(
-    url: str,
-    config: StudyConfig,
-    folder: Path,
-    machine: str,
-    lease_seconds: float,
-    step_seconds: float = 0.05,
-) -> None:
+def be_elsewhere(url: str, config: StudyConfig, folder: Path, machine: str, lease_seconds: float) -> None:
     """Be a worker on a machine of its own until the study is done."""
     socket.gethostname = lambda: machine
     BoundedConnection.answer_seconds = min(lease_seconds / 2, BoundedConnection.answer_seconds)
@@ -110,14 +98,9 @@ def work(
     stop = Stop()
     with open_storage(url, stop=stop) as storage:
         storage.lease_seconds = lease_seconds
-        executor: Any = Train(config, folder, step_seconds)
-        run_worker(
-            config,
-            storage,
-            TrialRunner(executor, storage, stop),
-            WorkerOptions(poll_seconds=0.2),
-            stop=stop,
-        )
+        executor: Any = Train(config, folder)
+        runner, options = TrialRunner(executor, storage, stop), WorkerOptions(poll_seconds=0.2)
+        run_worker(config, storage, runner, options, stop=stop)
 
 
 def log_of(folder: Path, event: str) -> list[dict[str, Any]]:
@@ -138,11 +121,6 @@ def check_whole(url: str, config: StudyConfig, folder: Path) -> None:
     assert ends == dict.fromkeys(range(config.n_trials), 1), "none is trained twice to its end"
 
 
-def check_each_started_once(folder: Path, config: StudyConfig) -> None:
-    started = Counter(line["number"] for line in log_of(folder, "started"))
-    assert started == dict.fromkeys(range(config.n_trials), 1)
-
-
 @pytest.fixture
 def url(postgres_server: PostgresServer, postgres_url: str) -> str:
     """A database that keeps every commit in a crash of its server."""
@@ -152,66 +130,46 @@ def url(postgres_server: PostgresServer, postgres_url: str) -> str:
     return postgres_url
 
 
-@pytest.fixture
-def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
-    with Proxy(postgres_server.port) as proxy:
-        yield proxy
-
-
 def start_workers(url: str, config: StudyConfig, folder: Path, *args: float, count: int = 3) -> list[Any]:
     with open_storage(url) as storage:
         create_or_resume_study(storage, config)
     machines = [f"node-{number}" for number in range(count)]
-    workers = [start_process(work, url, config, folder, machine, *args) for machine in machines]
+    workers = [start_process(be_elsewhere, url, config, folder, machine, *args) for machine in machines]
     pids = {worker.pid for worker in workers}
     wait_for(lambda: pids <= {line["pid"] for line in log_of(folder, "started")}, 180)
     return workers
 
 
-def steps_made(folder: Path) -> int:
-    return len(log_of(folder, "step"))
-
-
-def wait_for_start(folder: Path) -> None:
-    before = len(log_of(folder, "started"))
-    wait_for(lambda: len(log_of(folder, "started")) > before, 120)  # a slow trial takes 60 s
-
-
 def wait_for_steps(folder: Path, more: int) -> None:
-    enough = steps_made(folder) + more
-    wait_for(lambda: steps_made(folder) >= enough, 180)  # on a loaded machine
+    enough = len(log_of(folder, "step")) + more
+    wait_for(lambda: len(log_of(folder, "step")) >= enough, 180)  # on a loaded machine
 
 
-def test_postgres_stops_twice(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["server", "network"])
+def test_outages_longer_than_a_lease(
+    postgres_server: PostgresServer, url: str, tmp_path: Path, lost: str
+) -> None:
+    """After a silence of the network, earlier connections stay half-open for ever."""
     config = study(8, pruner={"name": "none"})
-    workers = start_workers(url, config, tmp_path, 2.0, 0.02)
-    for _ in range(2):
-        wait_for_start(tmp_path)
-        postgres_server.stop(immediate=True)
-        try:
-            time.sleep(3.0)  # longer than a lease
-        finally:
-            postgres_server.start()
-    finish(*workers)
+    with Proxy(postgres_server.port) as proxy:
+        through = re.sub(r":\d+/", f":{proxy.port}/", url) + "?connect_timeout=2"
+        workers = start_workers(through if lost == "network" else url, config, tmp_path, 2.0)
+        for _ in range(2):
+            wait_for_steps(tmp_path, 50)
+            if lost == "network":
+                proxy.silence(True)
+                time.sleep(3.5)
+                proxy.silence(False)
+                continue
+            postgres_server.stop(immediate=True)
+            try:
+                time.sleep(3.0)
+            finally:
+                postgres_server.start()
+        finish(*workers)
     check_whole(url, config, tmp_path)
-    check_each_started_once(tmp_path, config)
-
-
-def test_network_is_silent_for_a_while(url: str, proxy: Proxy, tmp_path: Path) -> None:
-    """Earlier connections stay half-open for ever."""
-    config, through = study(6, pruner={"name": "none"}), through_proxy(url, proxy)
-    workers = start_workers(through, config, tmp_path, 3.0)
-    wait_for_steps(tmp_path, 50)
-    proxy.silence(True)
-    time.sleep(4.5)
-    proxy.silence(False)
-    finish(*workers)
-    check_whole(url, config, tmp_path)
-    check_each_started_once(tmp_path, config)
-
-
-def through_proxy(url: str, proxy: Proxy) -> str:
-    return re.sub(r":\d+/", f":{proxy.port}/", url) + "?connect_timeout=2"
+    started = Counter(line["number"] for line in log_of(tmp_path, "started"))
+    assert started == dict.fromkeys(range(config.n_trials), 1)
 
 
 def test_worker_is_stopped_past_its_lease(url: str, tmp_path: Path) -> None:
@@ -221,7 +179,7 @@ def test_worker_is_stopped_past_its_lease(url: str, tmp_path: Path) -> None:
     wait_for_steps(tmp_path, 30)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        other = start_process(work, url, config, tmp_path, "node-9", 2.0)
+        other = start_process(be_elsewhere, url, config, tmp_path, "node-9", 2.0)
         wait_for(lambda: len(log_of(tmp_path, "started")) == 2)
         wait_for_steps(tmp_path, 40)
     finally:
@@ -259,3 +217,42 @@ def test_stop_while_the_database_is_away(postgres_server: PostgresServer, url: s
         [trial] = read_study(storage, "tiny").trials
     assert trial.outcome == "complete"
     assert trial.telemetry.get("resumed_from_step") == newest, trial.telemetry
+
+
+POOL_SIZE, NUM_WORKERS = 2, 8
+
+
+@pytest.fixture
+def pool_url(postgres_server: PostgresServer, postgres_url: str) -> Iterator[str]:
+    with transaction_pool(postgres_server, postgres_url.rpartition("/")[2], POOL_SIZE) as url:
+        yield url
+
+
+def be_worker(url: str, config: StudyConfig, log: Path) -> None:
+    with one_connection():
+        work(url, config, log, trial_seconds=0.05)
+
+
+def settings_of_all(url: str) -> list[dict[str, str]]:
+    """Return the settings of the server's connections, as another program sees them."""
+    programs = [
+        psycopg.connect(url, prepare_threshold=None, application_name="other") for _ in range(POOL_SIZE)
+    ]
+    try:
+        found = [server_settings(program) for program in programs]  # each keeps its transaction open
+    finally:
+        for program in programs:
+            program.close()
+    return found
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed")
+def test_workers_share_two_connections(pool_url: str, tmp_path: Path) -> None:
+    """They leave no settings of a session to other programs."""
+    config, log = study(24), tmp_path / "log"
+    before = settings_of_all(pool_url)
+    finish(*(start_process(be_worker, pool_url, config, log) for _ in range(NUM_WORKERS)))
+    assert settings_of_all(pool_url) == before
+    with open_storage(pool_url) as storage:
+        check_done(storage, config, log)
+        assert len(read_study(storage, config.name).workers) == NUM_WORKERS

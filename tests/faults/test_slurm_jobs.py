@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.command_line import ROOT, hpo_command, ok, saved_steps
 from support.container import PYTHON, make_image, make_programs, path_with, why_no_container
-from support.own_code_studies import write
 from support.postgres import PostgresServer
 from support.slurm import SlurmCluster
 from support.tiny import write_long_study
@@ -89,54 +88,6 @@ def test_requeued_job_continues_trial(
     check_continued(slurm, postgres_url, job)
 
 
-def test_preempted_array_keeps_paused_trials(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-    """Two of four trials continue after the first rung, and one to the end."""
-    promote = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
-    write_long_study(tmp_path, 0.1, n_trials=4, per_trial=5, max_seconds=8, pruner=promote)
-    options = ("--slurm", "--workers", "2", "--storage", postgres_url, "--json")
-    job = str(ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).json["job"])
-    slurm.wait(lambda: any(trial.outcome == "paused" for trial in read(postgres_url).trials), 120)
-    preempt(slurm, job)
-    slurm.wait(lambda: "PENDING" in slurm.states(job).values())
-    slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 180)
-    record = read(postgres_url)
-    assert record.counts == {"open": 0, "running": 0, "done": 4}
-    assert {trial.state for trial in record.trials} == {"COMPLETE", "PRUNED"}
-    assert len(record.trials) == 4
-    assert any("resumed_from_step" in trial.telemetry for trial in record.trials)
-    for trial in record.trials:
-        steps = [row.step for row in trial.evaluations]
-        assert steps == sorted(set(steps)), "no repeated evaluation"
-        if (resumed_at := trial.attributes.get("resumed_at")) and trial.outcome == "complete":
-            rungs = [*trial.attributes["rungs"]]
-            assert trial.telemetry["resumed_from_step"] >= steps[rungs.index(str(resumed_at))]
-
-
-def test_next_job_continues_trial_of_cancelled_job(
-    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
-) -> None:
-    """SIGTERM: the worker leaves in time and is not requeued."""
-    job = submit(tmp_path, postgres_url, seconds=6)
-    slurm.wait(lambda: bool(saved_steps(tmp_path)))
-    slurm.run(f"scancel {job}")
-    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
-    record = read(postgres_url)
-    assert record.counts == {"open": 1, "running": 0, "done": 0}
-    assert [trial.outcome for trial in record.trials] == ["preempted"]
-    check_continued(slurm, postgres_url, submit(tmp_path, postgres_url, seconds=6))
-
-
-@pytest.mark.usefixtures("forgotten")
-def test_job_has_copy_of_own_code(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-    write(tmp_path, n_trials=1)
-    options = ("--slurm", "--storage", postgres_url, "--json")
-    job = str(ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).json["job"])
-    (tmp_path / "own_kind.py").write_text("raise RuntimeError\n")
-    slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 120)
-    [trial] = read(postgres_url).trials
-    assert trial.outcome == "complete", trial.reason
-
-
 def test_requeued_job_waits_for_database(
     slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
 ) -> None:
@@ -166,11 +117,7 @@ def test_requeued_job_waits_for_database(
 @pytest.mark.skipif(bool(why_no_container()), reason=why_no_container() or "it can")
 @pytest.mark.parametrize("runtime", ["apptainer", pytest.param("pyxis", marks=pytest.mark.slow)])
 def test_requeue_and_cancel_job_in_container(
-    slurm: SlurmCluster,
-    postgres_url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    runtime: str,
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
     """The worker receives its signals, and asks Slurm for the requeue."""
     make_programs(tmp_path)

@@ -23,8 +23,9 @@ from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
 from hpo.tasks.example import Example
 from hpo.training.metrics import score
-from hpo.trial.best_model import TrialSource, export_checkpoint, split_predictions
+from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import StoredTrial
 
 KINDS = ["windows", "pairs"]
 
@@ -52,7 +53,7 @@ def make_export(folder: Path, *, pairs: bool) -> Exported:
     params = {"learning_rate": 5e-3}
     result = executor.run(params, folder / "trial", "test")
     assert result.outcome == "complete", result.traceback
-    source = TrialSource(0, params, result.telemetry)
+    source = StoredTrial(0, params, result.telemetry)
     out = export_checkpoint(executor, folder / "trial", folder / "model", source)
     return Exported(out, executor, split_predictions(executor, folder / "trial", params, "test").metrics())
 

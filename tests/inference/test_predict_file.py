@@ -15,7 +15,7 @@ from support.tiny_encoders import KIND_TASKS, make_model
 from hpo.data.examples import RowChecker
 from hpo.errors import DataError, InputError
 from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
-from hpo.inference.predict_file import check_output, predicted_row, predictions_file, read_examples
+from hpo.inference.predict_file import check_output, predicted_row, read_examples, write_predictions
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings
 from hpo.tasks.example import Example
@@ -66,9 +66,7 @@ def test_predicted_row_is_a_data_row() -> None:
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_written_predictions(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"out.{suffix}"
-    with predictions_file(path, KIND_TASKS) as write:
-        write([ROW])
-        write([{**ROW, "id": "2"}])
+    write_predictions(path, [[ROW], [{**ROW, "id": "2"}]], KIND_TASKS)
     assert read(path) == ([("1", ROW["text"]), ("2", ROW["text"])], [])
     if suffix == "jsonl":
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -106,8 +104,8 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, error: BaseException, r
         yield ROW
         raise error
 
-    with raised, predictions_file(path, KIND_TASKS) as write:
-        write(fail())
+    with raised:
+        write_predictions(path, [fail()], KIND_TASKS)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.csv", "old")]
 
 

@@ -3,40 +3,52 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import signal
 import socket
-import sys
+import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import hpo_command, ok, stored
-from support.tiny import write_study
+import torch
+import yaml
+from safetensors.torch import load_file
+from sklearn.metrics import f1_score, mean_absolute_error
+from support.command_line import ROOT, finish, hpo_command, ok, start_hpo, stored, wait_until
+from support.every_kind import write_every_kind
+from support.resumed_trials import check_resume_is_exact
+from support.several_sources import write_sources
+from support.tiny import CPU, ENCODER, tiny_executor, tiny_study, write_study
 
+import hpo
+from hpo.config.resolved_study import resolve_study
+from hpo.config.study_config import load_study
+from hpo.report.report import write_report
 from hpo.report.tables import StudyTables
+from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.running import stopping
-from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary
+from hpo.study.running.open_study import open_study
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
+from hpo.study.running.worker import TrialRunner, run_study, run_worker
+from hpo.study.sampling.promotion import RESUMED_ATTR
+from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
+from hpo.training import loop
 from hpo.trial import base_run
+from hpo.trial.executor import Executor
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
-TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
-
-
-def kept(folder: Path) -> list[int]:
-    """Numbers of the trials with checkpoints."""
-    return sorted(
-        int(path.name.removeprefix("trial-")) for path in folder.glob("runs/*/checkpoints-*/trial-*")
-    )
+TRAINING: dict[str, Any] = {"max_steps": 4, "max_length": 64, "dropout": 0.0}
+ON_SOURCES: dict[str, Any] = {"batch_size": 8, "max_length": 32, "dropout": 0.0, "fp_precision": "fp32"}
 
 
 def test_two_workers_run_exactly_n_trials(tmp_path: Path) -> None:
-    write_study(
-        tmp_path,
-        n_trials=5,
-        search_space=SPACE | {"batch_size": {"type": "categorical", "choices": [8, 16]}},
-        training={k: v for k, v in TRAINING.items() if k != "batch_size"},
-        device="cpu",
-    )
+    space = SPACE | {"batch_size": {"type": "categorical", "choices": [8, 16]}}
+    write_study(tmp_path, n_trials=5, search_space=space, training=TRAINING, device="cpu")
     text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "2")).out
     record = stored(tmp_path)
     assert record.counts == {"open": 0, "running": 0, "done": 5}
@@ -46,35 +58,14 @@ def test_two_workers_run_exactly_n_trials(tmp_path: Path) -> None:
     line = r"^trial +\d  complete +score 0\.\d+  batch_size=\d+ learning_rate="
     assert len(re.findall(line, text, re.MULTILINE)) == 5
     assert all(trial.telemetry["device"]["shared"] for trial in record.trials)
-    tables = StudyTables(record)
-    assert not tables.trials["counts_for_speed"].any()
-    assert tables.by_precision["measured"].tolist() == [0]
+    assert not StudyTables(record).trials["counts_for_speed"].any()
     for number in range(2):
         [_] = tmp_path.glob(f"runs/tiny/worker-{socket.gethostname()}-*-{number}.log")
-    assert len(kept(tmp_path)) == 3
+    assert len([*tmp_path.glob("runs/*/checkpoints-*/trial-*")]) == 3
 
     ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "6"))
     last = StudyTables(stored(tmp_path)).trials.iloc[-1]
     assert (last["shared"], last["counts_for_speed"]) == (False, True)
-
-
-@pytest.fixture
-def idle_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of `--workers` end at once, as where the time is over."""
-    command = [sys.executable, "-c", ""]
-    monkeypatch.setattr("hpo.study.running.supervisor.worker_command", lambda *_: command)
-
-
-def test_new_study_ignores_checkpoints_of_a_deleted_one(tmp_path: Path) -> None:
-    write_study(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 9})
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    for path in (tmp_path / "runs").glob("hpo.db*"):
-        path.unlink()
-    write_study(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 3})
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    assert "resumed_from_step" not in stored(tmp_path).trials[0].telemetry
-    found = ok(hpo_command(tmp_path, "best", "tiny.yaml", "--evaluate", "validation", "--json")).json
-    assert found["evaluation"]["metrics"] == found["trials"][0]["metrics"]
 
 
 def test_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -89,19 +80,9 @@ def test_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
 
 
-def test_study_without_a_complete_trial_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_study(tmp_path, max_retries=0)
-    monkeypatch.setattr(base_run, "MixedPrecision", lambda *_: 1 / 0)
-    finished = hpo_command(tmp_path, "run", "tiny.yaml")
-    assert finished.exit_code == 1
-    assert "has ended without a complete trial" in finished.err
-    assert "The last one ended as failed: ZeroDivisionError: division by zero\nTraceback" in finished.err
-    assert hpo_command(tmp_path, "best", "tiny.yaml").exit_code == 1
-
-
 @pytest.mark.parametrize(
     ("command", "num_failed", "supervised", "exit_code"),
-    [("run", 2, False, 1), ("run", 1, False, 0), ("worker", 2, False, 1), ("worker", 2, True, 0)],
+    [("run", 3, False, 1), ("run", 1, False, 0), ("worker", 2, False, 1), ("worker", 2, True, 0)],
 )
 def test_exit_code_of_mostly_failed_trials(
     tmp_path: Path,
@@ -122,30 +103,251 @@ def test_exit_code_of_mostly_failed_trials(
         monkeypatch.setattr(stopping, "stop_at_end_of_input", lambda *_: None)
     finished = hpo_command(tmp_path, command, "tiny.yaml")
     assert finished.exit_code == exit_code
-    said = "Error: 2 of 3 trials failed here. `hpo report tiny` shows why.\n"
-    assert finished.err.endswith(said) == bool(exit_code)
+    assert ("Error: 2 of 3 trials failed here." in finished.err) == (bool(exit_code) and num_failed == 2)
+    if num_failed == 3:
+        assert "has ended without a complete trial" in finished.err
+        assert "The last one ended as failed: ZeroDivisionError: division by zero\nTraceback" in finished.err
 
 
-# What this device cannot run
+def test_exported_model_has_the_shown_scores(tmp_path: Path) -> None:
+    """Against scikit-learn, on texts longer than a window."""
+    write_every_kind(tmp_path)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    options = ("--evaluate", "test", "--export", "model", "--json")
+    shown = ok(hpo_command(tmp_path, "best", "tiny.yaml", *options)).json["evaluation"]["metrics"]
+    predicted = ok(hpo_command(tmp_path, "predict", "model", "data/test.jsonl")).out
+
+    def both(task: str) -> tuple[list[Any], list[Any]]:
+        texts = ((tmp_path / "data" / "test.jsonl").read_text(), predicted)
+        true, said = ([json.loads(line)["labels"][task] for line in text.splitlines()] for text in texts)
+        return true, said
+
+    truth, said = both("topic")
+    macro = f1_score(truth, said, labels=sorted(set(truth)), average="macro")
+    assert shown["topic"]["f1_macro"] == pytest.approx(macro)
+    assert shown["urgency"]["mae"] == pytest.approx(mean_absolute_error(*both("urgency")), rel=1e-4)
 
 
-def test_remaining_trials_for_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def others_are_left(*_: Any, **__: Any) -> RunSummary:
-        return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
+def test_trial_on_sampled_sources_resumes_exactly(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path, data=write_sources(tmp_path), training={**ON_SOURCES, "epochs": 4})
+    sampled = {"sampling_temperature": 3.0, "sampling_weight.mail": 2.0}
+    resumed = check_resume_is_exact(executor, tmp_path, stop_at=13, **sampled)
+    assert resumed.telemetry["resumed_from_step"] == 11, "in the third epoch of 5 steps"
+    assert resumed.telemetry["metrics"].keys() == {"topic", "tone", "size"}
+    # 24^(1/3) to 2 * 12^(1/3) is 2.88 to 4.58: 13.9 and 22.1 windows of 36
+    assert resumed.telemetry["data"]["sources"] == {
+        "news": {"num_windows": 24, "windows_per_epoch": 14},
+        "mail": {"num_windows": 12, "windows_per_epoch": 22},
+    }
+    assert resumed.telemetry["drawn_share"] == {"news": 14 / 36, "mail": 22 / 36}
 
-    write_study(tmp_path)
-    monkeypatch.setattr("hpo.api.study.run_study", others_are_left)
-    for command in ("run", "worker"):
-        text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
-        assert "The remaining trials need a device with fp16 or tf32: 0 of 2 trials ended." in text
-        assert f"To continue there: hpo {command} tiny.yaml\n" in text
+
+def test_scores_of_each_source(tmp_path: Path) -> None:
+    """`tone` has 8 validation rows of news and 4 of mail."""
+    training = {**ON_SOURCES, "max_steps": 20}
+    write_study(tmp_path, n_trials=1, data=write_sources(tmp_path), training=training)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    (best,) = ok(hpo_command(tmp_path, "best", "tiny.yaml", "--json")).json["trials"]
+    by_source = {name: of_source["tone"]["accuracy"] for name, of_source in best["source_metrics"].items()}
+    together = best["metrics"]["tone"]["accuracy"]
+    assert (8 * by_source["news"] + 4 * by_source["mail"]) / 12 == pytest.approx(together)
+    assert "tasks with several sources" in ok(hpo_command(tmp_path, "best", "tiny.yaml")).out
 
 
-@pytest.mark.usefixtures("idle_workers")
-def test_command_to_continue_has_the_same_options(tmp_path: Path) -> None:
-    write_study(tmp_path).rename(tmp_path / "my study.yaml")
-    given = ("--storage", f"sqlite:///{tmp_path}/other.db", "--n-trials", "9", "--workers", "2")
-    options = (*given, "--timeout", "1e-06")
-    text = ok(hpo_command(tmp_path, "run", "my study.yaml", *options, width=300)).out
-    said = "The time limit has passed: 0 of 9 trials ended, none of them complete."
-    assert f"{said} To continue: hpo run 'my study.yaml' {' '.join(options)}\n" in text
+RATES = {"learning_rate": {"type": "categorical", "choices": [1e-6, 3e-4, 1e-3, 3e-3]}}
+PROMOTE = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
+"""Its rungs are at 0.2 and 0.4: after steps 2 and 4 of ten."""
+FEW_ROWS = {"num_train": 48, "num_validation": 12, "num_test": 4, "max_sentences": 4}
+DROPOUT = {"max_steps": 10, "batch_size": 8, "max_length": 64, "dropout": 0.1}
+
+
+def write(folder: Path, location: str | None = None, **changes: Any) -> None:
+    """The tiny study; its trials have five evaluations."""
+    folder.mkdir(exist_ok=True)
+    content = {"n_trials": 4, "sampler": {"name": "grid"}, "search_space": RATES, "training": DROPOUT}
+    checkpoint = {"top_k": 4, "location": location}
+    data = {"source": "synthetic", "synthetic": FEW_ROWS}
+    write_study(folder, **content, data=data, evaluation={"per_trial": 5}, checkpoint=checkpoint, **changes)
+
+
+def run(folder: Path, **changes: Any) -> StudyRecord:
+    """The same, run to its end."""
+    write(folder, **changes)
+    ok(hpo_command(folder, "run", "tiny.yaml"))
+    return stored(folder)
+
+
+@pytest.fixture(scope="module")
+def paused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a study with pauses, run on one machine."""
+    folder = tmp_path_factory.mktemp("paused")
+    run(folder, pruner=PROMOTE)
+    return folder
+
+
+def weights(folder: Path, trial: TrialRecord) -> dict[str, list[float]]:
+    """Of the trial's best checkpoint."""
+    (file,) = folder.glob(f"runs/tiny/checkpoints-*/trial-{trial.number:05d}/best-*/model.safetensors")
+    return {name: weight.flatten().tolist() for name, weight in load_file(file).items()}
+
+
+def by_rate(trials: list[TrialRecord]) -> dict[float, TrialRecord]:
+    return {trial.params["learning_rate"]: trial for trial in trials}
+
+
+def test_resumed_trial_ends_as_without_a_pause(paused: Path, tmp_path: Path) -> None:
+    whole, short = run(tmp_path / "whole"), stored(paused)
+    undisturbed = by_rate(whole.trials)
+    for trial in short.trials:
+        expected = undisturbed[trial.params["learning_rate"]].evaluations
+        assert [row.metrics for row in trial.evaluations] == [row.metrics for row in expected][
+            : len(trial.evaluations)
+        ]
+        assert (
+            trial.telemetry.get("resumed_from_step")
+            == {None: None, 0.2: 2, 0.4: 4}[trial.attributes.get(RESUMED_ATTR)]
+        )
+    complete = by_rate([trial for trial in short.trials if trial.outcome == "complete"])
+    assert complete
+    best = max(undisturbed, key=lambda rate: undisturbed[rate].evaluations[0].metrics["score"])
+    went_on = {trial.params["learning_rate"] for trial in short.trials if RESUMED_ATTR in trial.attributes}
+    assert complete.keys() | {best} <= went_on
+    for rate, trial in complete.items():
+        assert trial.values == undisturbed[rate].values
+        assert len(trial.evaluations) == 5
+        assert weights(paused, trial) == weights(tmp_path / "whole", undisturbed[rate])
+    kept = {path.name for path in paused.glob("runs/tiny/checkpoints-*/trial-*")}
+    assert kept == {f"trial-{trial.number:05d}" for trial in complete.values()}
+    exported = ok(hpo_command(paused, "best", "tiny.yaml", "--export", "model", "--json")).json
+    assert exported["trials"][0]["number"] in {trial.number for trial in complete.values()}
+
+
+EXAMPLES = ROOT / "studies" / "examples"
+PARAMS = {"learning_rate": {"type": "float", "low": 1e-3, "high": 5e-3}}
+
+
+def write_example(example: str, folder: Path, **changes: Any) -> None:
+    """Write an example with fewer and shorter trials, in fp32, with a checkpoint after each round."""
+    content = yaml.safe_load((EXAMPLES / example / "study.yaml").read_text())
+    searched = {**content["search_space"], **PARAMS, "fp_precision": fp32()}
+    content |= {
+        "n_trials": 1,
+        "pruner": {"name": "none"},
+        "checkpoint": {"every_seconds": 1e-6, "top_k": 9},
+        "search_space": searched,
+    }
+    (folder / f"{example}.yaml").write_text(yaml.safe_dump(content | changes))
+    (folder / f"{example}.py").write_text((EXAMPLES / example / f"{example}.py").read_text())
+
+
+def fp32() -> dict[str, Any]:
+    return {"type": "categorical", "choices": ["fp32"]}
+
+
+def best_weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(next(folder.glob(f"runs/{name}/checkpoints-*/trial-00000/best-*/model.safetensors")))
+
+
+def saved(folder: Path, name: str) -> list[Path]:
+    return list(folder.glob(f"runs/{name}/checkpoints-*/trial-00000/step-*"))
+
+
+def evaluations(record: StudyRecord) -> list[Any]:
+    return [(row.step, dict(row.metrics)) for row in record.trials[0].evaluations]
+
+
+@pytest.mark.parametrize("name", ["own_loop", "own_trainer"])
+def test_killed_example_resumes_exactly(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+        # Long enough to be met in the middle.
+        write_example(name, folder, training={"seed": 0, "epochs": 6, "batch_size": 50})
+    # All in processes of their own: one that has trained before may differ in the last bits.
+    ok(finish(start_hpo(whole, "run", f"{name}.yaml")))
+    process = start_hpo(cut, "run", f"{name}.yaml")
+    wait_until(lambda: len(saved(cut, name)) > 1, process)
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    assert stored(cut, name).trials[0].state == "RUNNING", "killed too late to test anything"
+    ok(finish(start_hpo(cut, "run", f"{name}.yaml")))
+    first, second = stored(whole, name), stored(cut, name)
+    assert second.trials[0].telemetry["resumed_from_step"] > 0
+    assert second.trials[0].outcome == "complete"
+    assert second.trials[0].values == first.trials[0].values
+    assert evaluations(second) == evaluations(first)
+    before, after = best_weights(whole, name), best_weights(cut, name)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert second.trials[0].telemetry["precision"]["agrees"] is True
+
+
+def test_random_sampler(sqlite_url: str, tmp_path: Path) -> None:
+    """fp16 overflows in this encoder, and no CPU has TF32."""
+    config = tiny_study(
+        tmp_path,
+        n_trials=12,
+        sampler={"name": "random", "seed": 3},
+        model={"encoder": ENCODER | {"initializer_range": 300.0}},
+        search_space={"fp_precision": {"type": "categorical", "choices": ["fp32", "fp16", "tf32"]}},
+        training={"max_steps": 2, "batch_size": 8, "max_length": 64},
+    )
+    with open_storage(sqlite_url) as storage:
+        executor = Executor(resolve_study(config, CPU), tmp_path / "runs", storage)
+        create_or_resume_study(storage, config)
+        run_worker(config, storage, TrialRunner(executor, storage, Stop()))
+        trials = read_study(storage, config.name).trials
+    outcomes = Counter((trial.params["fp_precision"], trial.outcome) for trial in trials)
+    assert set(outcomes) == {("fp32", "complete"), ("fp16", "incompatible"), ("tf32", "unsupported")}
+    assert outcomes["fp16", "incompatible"] >= 2
+    assert outcomes["tf32", "unsupported"] >= 2
+    trained = [trial for trial in trials if trial.telemetry.get("num_steps")]
+    assert len(trained) == outcomes["fp32", "complete"], "no broken trial has trained"
+    checks = [trial.telemetry["compatibility"] for trial in trials if "compatibility" in trial.telemetry]
+    assert len([check for check in checks if not check["cached"]]) == 2, "one check of fp32, one of fp16"
+
+
+def test_smoke_study(sqlite_url: str, tmp_path: Path) -> None:
+    study = load_study(ROOT / "studies" / "smoke.yaml")
+    with open_study(study, sqlite_url, tmp_path) as opened:
+        summary = run_study(opened)
+        record = read_study(opened.storage, study.name)
+    assert summary.ended == "finished"
+    assert sum(summary.outcomes.values()) == len(record.trials) == study.n_trials == 6
+    assert set(summary.outcomes) <= {"complete", "pruned"}
+    for trial in record.trials:
+        precision = trial.telemetry["precision"]
+        assert precision["requested"] == precision["effective"] == trial.params["fp_precision"]
+        assert precision["agrees"]
+        assert trial.attributes["train_tokens_per_second"] > 0
+        assert {"score", "criteria", "evidence", "severity", "burden"} <= set(trial.evaluations[0].metrics)
+    (best,) = best_trials(record)
+    assert best.values == (max(trial.values[0] for trial in record.trials if trial.values),)
+    page = write_report(record, tmp_path / "report").read_text()
+    assert "score while training" in page
+    assert "No evaluation with" not in page
+
+
+def test_path_from_the_command_to_the_optimiser_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of the path in `hpo/README.md`; its claim and its parts return before the first step."""
+    seen: list[list[str]] = []
+
+    def note(*args: Any) -> None:
+        files = [Path(frame.filename) for frame in traceback.extract_stack()]
+        seen.append([str(file.relative_to(package)) for file in files if package in file.parents])
+        step_unless(*args)
+
+    package, step_unless = Path(hpo.__file__).parent, loop.step_unless
+    monkeypatch.setattr(loop, "step_unless", note)
+    write_study(tmp_path, n_trials=1)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    after_command = seen[0][seen[0].index("cli/search.py") :]
+    assert list(dict.fromkeys(after_command)) == [
+        "cli/search.py",
+        "api/study.py",
+        "study/running/worker.py",
+        "trial/executor.py",
+        "trial/run.py",
+        "training/loop.py",
+    ]

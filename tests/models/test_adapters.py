@@ -21,9 +21,10 @@ from hpo.config.study_config import load_study
 from hpo.errors import ModelError, RunError
 from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
-from hpo.trial.best_model import TrialSource, export_checkpoint
+from hpo.trial.best_model import export_checkpoint
 from hpo.trial.executor import Executor
 from hpo.trial.parts import build_trial
+from hpo.trial.telemetry import StoredTrial
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
 BASES = ["fp32", "bf16", "int8", "nf4"]
@@ -48,7 +49,7 @@ def trained_on(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:
 
 
 def exported(executor: Executor, folder: Path, name: str, *, merge: bool = False) -> Path:
-    return export_checkpoint(executor, folder / "trial", folder / name, TrialSource(0), merge=merge)
+    return export_checkpoint(executor, folder / "trial", folder / name, StoredTrial(0), merge=merge)
 
 
 def largest_error(one: hpo.TrainedModel, other: hpo.TrainedModel) -> float:

@@ -11,8 +11,7 @@ from torch import nn
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
 from hpo.tasks.kind import Task
-from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.training.schedule import schedule_factor, set_learning_rate
+from hpo.training.optim import build_optimizer, parameter_groups, schedule_factor, set_learning_rate
 
 TASKS = (Task("tags", "multi_label", ("x", "y")),)
 USED = np.array([7, 9, 30, 31, 90])

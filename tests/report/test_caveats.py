@@ -31,27 +31,6 @@ def test_notices_name_the_limits_of_a_study(text: str) -> None:
     assert text in texts(fake_record().trials)
 
 
-@pytest.mark.parametrize(("utilization", "is_low"), [(0.79, True), (0.8, False)])
-def test_low_utilisation_comes_with_settings_to_raise(utilization: float, is_low: bool) -> None:
-    trial = fake_trial(0, "fp32")
-    trial.telemetry["device_utilization"] = utilization
-    advice = [notice.advice for notice in caveats(tables_of([trial])) if "busy" in notice.text]
-    assert [text.startswith("Raise `batch_size`") for text in advice] == [True] * is_low
-    assert all("more workers per device" in text for text in advice)
-
-
-def test_cut_texts_and_lost_spans_are_counted() -> None:
-    trials = [fake_trial(number, "fp32") for number in range(3)]
-    for trial, num, spans in zip(
-        trials, (0, 300, 1200), ({}, {"tone": 7}, {"pii": 1500, "tone": 40}), strict=True
-    ):
-        lost = {"num_cut_examples": num, "num_lost_spans": spans, "num_examples": 2400}
-        trial.telemetry["data"] = lost
-    (notice,) = [notice for notice in caveats(tables_of(trials)) if "max_length" in notice.text]
-    assert "in 2 trials; most in trial 2: 1,200 of 2,400 texts cut, 1,500 true spans of pii" in notice.text
-    assert "`data.stride`" in notice.advice
-
-
 def test_equal_configurations_under_every_precision_have_no_caveat() -> None:
     trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16"] * 3)]
     for trial in trials:
@@ -59,24 +38,6 @@ def test_equal_configurations_under_every_precision_have_no_caveat() -> None:
     assert "different configurations" not in texts(trials)
     assert "different configurations (settings: learning_rate)" in texts(trials[:-1])
     assert "different configurations" not in texts(trials[::2]), "one precision alone"
-
-
-def test_caveat_of_invalid_trials_has_their_reasons() -> None:
-    reasons = ["fp32 raised IndexError.", "the metric tone/rank is not defined.", "fp32 raised IndexError."]
-    invalid = [
-        dataclasses.replace(fake_trial(number, "bf16", "invalid"), reason=reason)
-        for number, reason in enumerate(reasons)
-    ]
-    message = (
-        "Invalid: 3 trials (number 0, 1, 2). fp32 raised IndexError. the metric tone/rank is not defined."
-    )
-    assert message in texts([*invalid, fake_trial(3, "fp32")])
-
-
-def test_precisions_without_a_trial_are_named() -> None:
-    said = texts([fake_trial(0, "fp32")])
-    assert "Not run here: tf32, fp16. `tf32` needs CUDA with compute capability >= 8.0" in said
-    assert "No trial tried bf16." in said
 
 
 def test_one_seed_is_a_caveat_until_new_seeds_are_compared() -> None:

@@ -5,22 +5,17 @@ from typing import Any
 
 import pytest
 from support.study_records import (
-    DEVICE,
-    GPU,
     fake_record,
     fake_tables,
     fake_trial,
     tables_of,
-    two_device_record,
     with_values,
 )
 
 from hpo.report.charts import (
-    MAX_CURVES,
     Chart,
     all_charts,
     history,
-    learning_curves,
     metric_throughput,
     objectives,
     precision_metric,
@@ -63,29 +58,6 @@ def test_no_trial_beats_the_throughput_front() -> None:
         assert not [1 for other_x, other_y in points(chart) if other_x > x and other_y > y]
     assert "3 omitted" in chart.caption
     assert len(points(chart)) == 24
-
-
-def test_kinds_of_device_have_their_own_throughput_charts() -> None:
-    record = two_device_record()
-    charts = metric_throughput(StudyTables(record))
-    for chart, device in zip(charts, (DEVICE["name"], GPU["name"]), strict=True):
-        assert chart.title.endswith(f" on {device}")
-        speeds = [
-            trial.telemetry["throughput"]["train_examples_per_second"]
-            for trial in record.trials
-            if trial.telemetry["device"]["name"] == device and trial.values
-        ]
-        assert sorted(x for x, _ in points(chart)) == sorted(speeds)
-
-
-def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
-    record = fake_record()
-    (chart,) = learning_curves(StudyTables(record))
-    assert len(chart.figure.data) == MAX_CURVES
-    assert f"{MAX_CURVES} best of 32" in chart.caption
-    best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
-    assert [row.epoch for row in best.evaluations] in [list(trace.x) for trace in chart.figure.data]
-    assert sum(trace.showlegend for trace in chart.figure.data) == 3
 
 
 def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None:

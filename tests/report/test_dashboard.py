@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-import socket
 import threading
 import urllib.error
 import urllib.request
@@ -10,8 +8,7 @@ from collections.abc import Iterator
 import optuna
 import pytest
 from optuna_dashboard import get_note, save_note
-from support.detailed_documents import every_kind
-from support.study_records import DISTRIBUTIONS, fake_record, fake_tables, fake_trial, record_of, tables_of
+from support.study_records import DISTRIBUTIONS, fake_record, fake_trial, record_of, tables_of
 
 from hpo.errors import InputError
 from hpo.report.dashboard import LOOPBACK, NOTE_END, dashboard_server, is_own_name, publish, study_note
@@ -73,26 +70,6 @@ def test_a_users_text_in_the_note_is_kept(study: optuna.Study) -> None:
     assert note.rstrip().endswith("Ask Ada about the split.\nSecond thought.")
 
 
-def test_note_has_the_best_trial_warnings_and_caveats() -> None:
-    trial = dataclasses.replace(fake_trial(6, "fp32"), detailed={"test": every_kind()})
-    note = study_note(tables_of([trial])).replace("\u00a0", " ")
-    assert note.startswith("# fake\n\nObjective: maximize score.")
-    assert "- best trial 6: score 0." in note
-    assert "test, 500 rows: score 0.712 \\[0.682, 0.742\\]" in note
-    assert "- tags: The class `rude` is true in 12 rows of test and never predicted." in note
-    assert "In full: `hpo report fake`." in note
-    assert "trained with one seed only" in note
-    assert "In full" not in study_note(fake_tables())
-
-
-def test_note_of_a_study_without_a_row_by_precision() -> None:
-    waiting = dataclasses.replace(fake_trial(0, "fp32"), state="WAITING", outcome="waiting", telemetry={})
-    invalid = dataclasses.replace(fake_trial(1, "fp32"), outcome="invalid", values=None, telemetry={})
-    note = study_note(tables_of([waiting, invalid]))
-    assert "2 trials, none complete." in note
-    assert "By requested precision" not in note
-
-
 def test_names_in_the_note_are_escaped() -> None:
     trial = fake_trial(0, "fp32")
     trial.params["encoder"] = "a|b\n# [c](javascript:1) <img> `<b>|` `"
@@ -129,14 +106,6 @@ def test_requests_with_another_content_than_json_are_refused(api: str) -> None:
     }
     for kind, status in kinds.items():
         assert status_of(urllib.request.Request(api, body, {"Content-Type": kind})) == status
-
-
-@pytest.mark.usefixtures("study")
-def test_a_port_in_use_is_one_clear_message(sqlite_url: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as used:
-        port = used.getsockname()[1]
-        with pytest.raises(InputError, match=f"listen on 127.0.0.1:{port}, but: Address already in use"):
-            dashboard_server(sqlite_url, port)
 
 
 @pytest.mark.parametrize("host", ["", "localhost", "::1", "10.0.0.256"])

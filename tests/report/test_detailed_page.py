@@ -15,18 +15,12 @@ from support.detailed_documents import (
     document,
     error,
     every_kind,
-    nothing_known,
     single_label,
     task_document,
 )
 from support.study_records import fake_trial, record_of
 
-from hpo.report.detailed import (
-    Detailed,
-    classes_table,
-    headline,
-)
-from hpo.report.detailed_page import HEADING, marked_text
+from hpo.report.detailed import HEADING, Detailed, headline, marked_text
 from hpo.report.report import write_report
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
@@ -59,22 +53,7 @@ def test_headline_has_the_objectives_or_the_score(metrics: list[str], expected: 
     assert text.replace("\u00a0", " ") == f"test, 500 rows: {expected}"
 
 
-def test_classes_are_sorted_by_frequency_then_f1() -> None:
-    rows = [class_row("rare", 1, 2, 1), class_row("weak", 1, 9, 9), class_row("strong", 9, 9, 9)]
-    table = classes_table(task_document("multi_label", {}, classes=[*rows, class_row("absent", 0, 0, 0)]))
-    assert [row["class"] for row in table] == ["weak", "strong", "rare", "absent"]
-    assert list(table[0].values()) == ["weak", "0.1111", "0.1111", "0.1111", "9", "9"]
-    assert list(table[-1].values()) == ["absent", "–", "–", "–", "0", "0"]
-
-
 # The page
-
-
-def test_first_screen_has_the_score_with_its_interval(tmp_path: Path) -> None:
-    text = write(tmp_path, every_kind(), document({}, "validation")).read_text()
-    value = "0.712 [0.682,\u00a00.742] (best constant prediction 0.25)"
-    assert f"<dt>score on test</dt><dd>{value}</dd>" in text.partition(HEADING)[0]
-    assert text.count("<dt>score on") == 1
 
 
 def test_section_has_metrics_warnings_and_marked_errors(tmp_path: Path) -> None:
@@ -90,21 +69,6 @@ def test_section_has_metrics_warnings_and_marked_errors(tmp_path: Path) -> None:
     assert "3 wrong spans outside this excerpt" in text
     pairs = re.findall("<h4>(.*)</h4>", text)
     assert {"most frequent confusions", "classes true and predicted in one row"} <= set(pairs)
-
-
-def test_page_omits_missing_figures(tmp_path: Path) -> None:
-    text = section(write(tmp_path, nothing_known()))
-    assert "· true –, predicted –" in text
-    assert "None" not in text
-    assert "resamples" not in text
-
-
-def test_page_names_the_command_for_an_evaluation(tmp_path: Path) -> None:
-    assert "<code>hpo best &#39;my study.yaml&#39; --evaluate validation</code>" in section(write(tmp_path))
-    text = section(write(tmp_path, checkpoint={"top_k": 0}))
-    assert "--evaluate" not in text
-    assert "keeps no checkpoint" in text
-    assert HEADING not in write_report(record_of([]), tmp_path).read_text()
 
 
 def test_hostile_documents_are_escaped(tmp_path: Path) -> None:

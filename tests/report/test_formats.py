@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from hpo.report.formats import (
-    describe_params,
     format_bytes,
     format_interval,
     format_metric,
@@ -52,9 +51,3 @@ def test_numbers_as_text(text: str, expected: str) -> None:
 )
 def test_digits_of_an_interval_follow_its_width(numbers: tuple[Any, Any, Any], expected: str) -> None:
     assert format_interval(*numbers) == expected.replace(" ", "\u00a0")
-
-
-def test_params_are_short_or_exact() -> None:
-    params = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "init_scale": 65536.0}
-    assert describe_params(params) == "fp_precision=bf16 learning_rate=0.000314 init_scale=65536"
-    assert "learning_rate=0.000314159" in describe_params(params, in_full=True)

@@ -10,35 +10,15 @@ from typing import Any
 import pytest
 from support.browser import without_plotly
 from support.detailed_documents import every_kind
-from support.study_records import DEFINITION, fake_trial, record_of
+from support.study_records import fake_trial, record_of
 
 from hpo.report import best_screens, screens
 from hpo.report.best_screens import summary
 from hpo.report.dashboard import study_note
-from hpo.report.messages import SCORE, budget_messages, paused_message
 from hpo.report.report import write_report
-from hpo.report.status import study_status
+from hpo.report.status import SCORE, study_status
 from hpo.report.tables import StudyTables
 from hpo.study.reading.study_record import StudyRecord
-
-
-def test_spent_hours_by_precision_and_outcome() -> None:
-    definition = {**DEFINITION, "budget": {"hours": 10.0}}
-    trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16", "pruned")]
-    record = record_of(trials, definition=definition, spent={0: 3600.0, 1: 1800.0})
-    assert budget_messages(record)[0] == (
-        "1.5 of 10 device-hours spent (15%). By precision: fp32 1 h, bf16 0.5 h. "
-        "By outcome: complete 1 h, pruned 0.5 h."
-    )
-    assert budget_messages(record_of([])) == []
-
-
-def test_paused_trials_come_with_the_reduction_factor() -> None:
-    counts = {"open": 1, "running": 0, "done": 2, "paused": 4}
-    pruner = {"name": "promote", "reduction_factor": 3}
-    text = paused_message(record_of([], counts=counts, definition={"pruner": pruner}))
-    assert text.startswith("4 trials paused. The best 1 in 3 at each rung continue")
-    assert paused_message(record_of([])) == ""
 
 
 def record(*metrics: str) -> StudyRecord:

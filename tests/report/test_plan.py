@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from support.jsonl_sets import load_set, write_set
-from support.planted_comparison import plan_of, record_of, search_config
 from support.worker_process import study
 
 from hpo.data.dataset import DataSet
-from hpo.report.plan import Plan, comparison_cost, comparison_limit
+from hpo.report.plan import Plan, comparison_limit
 from hpo.study.sampling.forecast import Stage
 from hpo.tasks.labels import SingleLabel
 
@@ -29,25 +28,13 @@ def plan(*stages: Stage, whole: float = 1.0, **changes: Any) -> list[str]:
     ("stages", "text"),
     [
         ([Stage(0.0, 1.0, 6)], "Left to run: 6 trials, full budget."),
-        (
-            [Stage(0.0, 0.05, 30), Stage(0.05, 1.0, 10)],
-            "30 trials from 0% to 5%, 10 paused trials from 5% to 100%; 5.05 full budgets in all.",
-        ),
+        ([Stage(0.0, 0.05, 30), Stage(0.05, 1.0, 10)], "30 trials from 0% to 5%, 10 paused trials from 5%"),
         ([Stage(0.0, 0.05, 0), Stage(0.05, 1.0, 2)], ": 2 paused trials from 5% to 100%; 5.05"),
         ([Stage(0.0, 1.0, 0)], "No trial is left to run."),
     ],
 )
 def test_plan_names_the_remaining_stages(stages: list[Stage], text: str) -> None:
     assert text in "\n".join(plan(*stages, whole=5.05))
-
-
-def test_plan_compares_its_time_with_the_budget() -> None:
-    assert "Device time in all: about 2 h 00 min." in plan()
-    assert "Device time in all: about 0 s." in plan(hours=0.0)
-    assert (
-        "Device time in all: about 2 h 00 min of the budget of 3 h 00 min, 30 min 00 s already spent."
-        in plan(budget_hours=3.0, spent_hours=0.5)
-    )
 
 
 def data_of(folder: Path, num_test: int, task: Any = KIND, labels: Any = ("a", "b")) -> DataSet:
@@ -96,19 +83,3 @@ def test_a_metric_of_the_users_own_code_has_no_limit(tmp_path: Path, monkeypatch
     text = comparison_limit(ACCURACY, data_of(tmp_path, 100), 0.5)
     assert "so no loss can be excluded. So no precision can be shown" in text
     assert "Label more" not in text
-
-
-def test_the_largest_number_of_trials_and_their_hours() -> None:
-    """Two precisions of one configuration with 12 seeds each; whole trials took 130 s and 170 s."""
-    config = search_config()
-    record = record_of(
-        config,
-        [{"learning_rate": 1e-5}, {"learning_rate": 3e-5}, {"learning_rate": 1e-4}],
-        lambda params: None if params["learning_rate"] == 1e-4 else 80.0,
-    )
-    trials = [
-        replace(one, telemetry={**one.telemetry, "train_seconds": seconds, "evaluation_seconds": 20.0})
-        for one, seconds in zip(record.trials, (110.0, 150.0, 1.0), strict=True)
-    ]
-    text = comparison_cost(replace(record, trials=trials), plan_of(3, 12))
-    assert text == "At most 24 trials, about 1 h 00 min on one worker."

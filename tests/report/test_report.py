@@ -73,15 +73,6 @@ def test_page_has_every_outcome_with_its_reason(full_report: Path) -> None:
     assert "38 of 40 trials ended." in text
 
 
-@pytest.mark.parametrize(("budget", "message"), [(None, "1 of 4"), ({"hours": 9.0}, "1 of at most 4")])
-def test_page_counts_the_trials_of_a_study_with_and_without_budget(
-    budget: Any, message: str, tmp_path: Path
-) -> None:
-    changes = {"definition": {**DEFINITION, "budget": budget}, "counts": {"open": 3, "done": 1}}
-    text = without_plotly(write_report(record_of([fake_trial(0, "fp32")], **changes), tmp_path))
-    assert f"{message} trials ended." in text
-
-
 def test_page_loads_nothing_from_outside(full_report: Path) -> None:
     text = without_plotly(full_report)
     assert full_report.stat().st_size < 3e6, "small enough for a message"
@@ -112,11 +103,7 @@ def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
     ("outcomes", "message", "charts"),
     [
         ([], "There is no trial yet.", set()),
-        (
-            ["failed", "unsupported"],
-            "No trial is complete. Outcomes: 1 failed, 1 unsupported.",
-            set(),
-        ),
+        (["failed", "unsupported"], "No trial is complete. Outcomes: 1 failed, 1 unsupported.", set()),
         (["complete"], "Every trial is complete.", CHARTS),
     ],
     ids=["no trial", "all failed", "one trial"],

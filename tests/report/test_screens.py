@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +9,30 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
-from support.detailed_documents import document, every_kind, nothing_known, task_document
-from support.study_records import fake_record, fake_trial, record_of
+from support.detailed_documents import document, nothing_known, task_document
 from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
-from hpo.report import best_screens, progress, screens, terminal
-from hpo.report.best_screens import summary
+from hpo.report import best_screens, screens, terminal
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
-from hpo.report.progress import StudyDisplay
-from hpo.report.status import study_status
-from hpo.report.terminal import print_parts, text_table
-from hpo.study.reading.study_record import WorkerRecord
+from hpo.report.screens import StudyDisplay
+from hpo.report.terminal import print_parts
 from hpo.study.reading.watch import StudyProgress
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}
 LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. Use fp32 or bf16."
 
 
-class Screen:
-    def __init__(self, width: int, terminal: bool = True) -> None:
-        self._file = io.StringIO()
-        self.console = Console(
-            file=self._file, width=width, height=40, force_terminal=terminal, color_system=None
+class Screen(Console):
+    def __init__(self, width: int = 80, is_terminal: bool = True) -> None:
+        super().__init__(
+            file=io.StringIO(), width=width, height=40, force_terminal=is_terminal, color_system=None
         )
 
     @property
     def text(self) -> str:
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._file.getvalue()).replace("\r", "")
-
-    @property
-    def lines(self) -> list[str]:
-        return [line.rstrip() for line in self.text.splitlines()]
-
-    def fits(self) -> bool:
-        """No line is too long, and no name or number is cut."""
-        return max(map(len, self.lines)) <= self.console.width and "…" not in self.text
-
-
-@pytest.fixture(params=[80])
-def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """Terminal of a command."""
-    made = Screen(request.param)
-    monkeypatch.setattr(terminal, "Console", lambda **_: made.console)
-    return made
-
-
-# Progress of a run
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.file.getvalue()).replace("\r", "")
 
 
 def watched(number: int, outcome: str = "", reason: str = "", *values: float) -> FrozenTrial:
@@ -81,13 +56,13 @@ def running(*values: float, progress: Any = None, number: int = 0) -> StudyProgr
 STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7}
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_line_every_half_minute_and_one_for_each_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
-    screen, clock = Screen(250 if terminal else 80, terminal), [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen.console)
+    screen, clock = Screen(250 if is_terminal else 80, is_terminal), [0.0]
+    monkeypatch.setattr(screens.time, "monotonic", lambda: clock[0])
+    shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen)
     for second in range(50):
         clock[0] = float(second)
         here = {**STEP, "step": second, "budget_used": second / 100}
@@ -98,7 +73,7 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}, number=9))
     ended = [watched(7, "complete", "", 0.625), watched(8, "unsupported", LONG)]
     shown.show(StudyProgress([], ended, best=(0.625, 7), num_done=2))
-    assert screen.lines == [
+    assert [line.rstrip() for line in screen.text.splitlines()] == [
         "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
         "trial   9",
         "trial   9   40%  step 30",
@@ -107,48 +82,9 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     ]
 
 
-# Screens
-
-
-def test_summary_fits_the_terminal(screen: Screen) -> None:
-    record = fake_record()
-    print_parts(summary(record))
-    assert screen.fits()
-    table = screen.text.split("by requested precision")[1].split("best trial")[0]
-    names = {trial.params["fp_precision"] for trial in record.trials}
-    assert names | {"native", "emulated"} <= set(table.split())
-    assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
-    assert "More about it: hpo report fake   hpo dashboard fake   hpo best fake\n" in screen.text
-
-
-def test_status_shows_live_workers(screen: Screen) -> None:
-    now, known = datetime.now(UTC), {"device": "GPU-7f", "job": "slurm:123_4", "silent_seconds": 12.0}
-    worker = WorkerRecord("node1-7-abc", "node1", 7, now, alive=True, trial_number=3, number=5, **known)
-    record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
-    print_parts(screens.status(record, study_status(record)))
-    assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in " ".join(screen.text.split())
-
-
-@pytest.mark.parametrize("screen", [40, 80], indirect=True)
-def test_no_word_of_a_table_is_broken(screen: Screen) -> None:
-    row = {"task": "criteria", "split": "validation", "labelled": "24", "unlabelled": "0%", "no label": "25%"}
-    row |= {"several labels": "37.5%", "contradicting": "0"}
-    screen.console.print(text_table([row], "labels"))
-    assert {*" ".join([*row, *row.values()]).split()} <= {*screen.text.split()}
-    assert screen.fits()
-
-
-@pytest.mark.parametrize("screen", [60, 120], indirect=True)
-def test_detailed_evaluation_fits_the_terminal(screen: Screen) -> None:
-    print_parts(best_screens.detailed(Detailed(7, "test", every_kind())))
-    assert screen.fits()
-    flat = " ".join(screen.text.split())
-    assert "Trial 7 on test: 500 rows; thresholds were chosen on validation" in flat
-    assert "Warning: tags: The class `rude` is true in 12 rows of test and never predicted." in flat
-    assert re.search(r"all\s+tasks\s+score\s+0\.712\s\[0\.682,", flat)
-
-
-def test_text_of_others_is_neither_markup_nor_a_terminal_command(screen: Screen) -> None:
+def test_text_of_others_is_neither_markup_nor_a_terminal_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(terminal, "Console", lambda **_: screen)
     nasty, plain = "[red]a\x1b[2J\nb[/red]", "[red]a [2J b[/red]"
     task = task_document("single_label", {"accuracy": 0.5}, warnings=[nasty])
     print_parts(best_screens.detailed(Detailed(7, "test", document({nasty: task}))))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -57,16 +55,3 @@ def test_time_by_precision_omits_invalid_trials() -> None:
     assert budget["by_precision"] == {"fp32": 1.0, "bf16": 1.0, "not known yet": 0.5}
     assert budget["by_outcome"] == {"complete": 2.0, "invalid": 2.0, "running": 0.5}
     assert (budget["spent_hours"], budget["left_hours"]) == (4.5, 4.5)
-
-
-def test_status_imports_no_slow_module() -> None:
-    code = (
-        "import sys\nfrom hpo.report.screens import status\nfrom hpo.report.status import study_status\n"
-        "from hpo.study.reading.study_record import StudyRecord\n"
-        "counts, study = {'open': 4, 'running': 0, 'done': 0}, {'pruner': {'name': 'promote'}}\n"
-        "record = StudyRecord('s', ('score',), ('maximize',), study, [], [], counts)\n"
-        "list(status(record, study_status(record)))\n"
-        "print([name for name in ('pandas', 'plotly') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 from support.study_records import (
     DEVICE,
-    ENDINGS,
     GPU,
     fake_record,
     fake_tables,
@@ -22,7 +21,7 @@ from hpo.outcome import Outcome
 from hpo.report.detailed import task_metrics_table
 from hpo.report.formats import format_number
 from hpo.report.tables import OUTCOMES, StudyTables, precision_table
-from hpo.study.reading.study_record import TrialRecord, device_kinds
+from hpo.study.reading.study_record import TrialRecord
 
 SPEED = "train_examples_per_second"
 
@@ -33,20 +32,6 @@ def row_of(tables: StudyTables, precision: str) -> dict[str, Any]:
 
 def choosing(precisions: list[str], **definition: Any) -> dict[str, Any]:
     return {**definition, "search_space": {"fp_precision": {"type": "categorical", "choices": precisions}}}
-
-
-def test_trials_table_has_a_row_for_each_trial_with_its_facts() -> None:
-    record = fake_record()
-    table = StudyTables(record).trials
-    assert list(table["number"]) == list(range(40))
-    assert list(table["outcome"]) == [ENDINGS.get(number, ("complete", ""))[0] for number in range(40)]
-    row = table.iloc[2]
-    assert row["precision"] == row["effective"] == "fp16"
-    assert row["support"] == "emulated"
-    assert row["objective.score"] == record.trials[2].values[0]
-    assert row["param.init_scale"] == record.trials[2].params["init_scale"]
-    assert row["start_seconds"] == 0
-    assert row["end_seconds"] == pytest.approx(record.trials[2].seconds)
 
 
 @pytest.mark.parametrize(
@@ -69,17 +54,6 @@ def test_conditions_to_count_for_a_precision(
     trial.telemetry.update(change)
     row = tables_of([trial]).trials.iloc[0]
     assert (row["counts"], row["counts_for_speed"]) == (counts, counts_for_speed)
-
-
-@pytest.mark.parametrize(
-    ("params", "training", "expected"),
-    [({"fp_precision": "bf16"}, {}, "bf16"), ({}, {"fp_precision": "fp16"}, "fp16"), ({}, {}, "auto")],
-)
-def test_requested_precision_of_a_trial_without_a_record(
-    params: dict[str, Any], training: dict[str, Any], expected: str
-) -> None:
-    trial = dataclasses.replace(fake_trial(0, "fp32", "failed"), params=params, telemetry={})
-    assert list(tables_of([trial], definition={"training": training}).trials["precision"]) == [expected]
 
 
 def test_row_of_a_precision_agrees_with_a_count_by_hand() -> None:
@@ -132,14 +106,6 @@ def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
     assert (after["trials"], after["complete"], after["fell_back"]) == (2, 2, 1)
     for name in ("best_score", "measured", "peak_memory_bytes_median", "skipped_steps"):
         assert after[name] == before[name]
-
-
-def test_an_empty_study_has_empty_tables() -> None:
-    tables = tables_of([])
-    for name in ("trials", "complete", "by_precision", "evaluations"):
-        assert getattr(tables, name).empty
-    assert precision_table(tables) == tables.best == []
-    assert "best_score" in tables.by_precision
 
 
 def test_energy_has_a_column_if_measured_on_an_unshared_device() -> None:
@@ -204,12 +170,3 @@ def test_every_kind_of_device_has_its_own_row() -> None:
         ]
         assert rows["bf16", device]["examples/s"] == format_number(statistics.median(speeds))
         assert "share of time" not in rows["bf16", device]
-
-
-def test_cpus_with_other_instructions_are_two_kinds() -> None:
-    trials = [fake_trial(number, "fp32") for number in range(3)]
-    for trial, facts in zip(trials, ({}, {"host": "node2"}, {"cpu_features": ["avx2"]}), strict=True):
-        trial.telemetry["device"] = {**DEVICE, **facts}
-    name = DEVICE["name"]
-    assert set(device_kinds(trials[:2]).values()) == {name}
-    assert device_kinds(trials) == {0: f"{name} (amx_bf16)", 1: f"{name} (amx_bf16)", 2: f"{name} (avx2)"}

@@ -11,7 +11,6 @@ from hpo.compare.planning import Request
 from hpo.json_safe import json_safe
 from hpo.report.best_screens import split_warnings
 from hpo.report.caveats import caveats
-from hpo.report.charts import forests
 from hpo.report.dashboard import study_note
 from hpo.report.report import report_html
 from hpo.report.tables import StudyTables
@@ -46,18 +45,6 @@ def test_a_row_for_each_precision_with_its_evidence(found: Any) -> None:
     assert rows[0]["speed"].startswith("2.00")
     assert [*rows[0]] == VERDICT_COLUMNS
     assert [*configuration_table(found)[0]] == ["trial", "learning_rate"]
-
-
-def test_forest_shows_intervals_and_the_margin(found: Any) -> None:
-    (chart,) = forests({"precisions": found})
-    assert chart.key == "verdicts"
-    assert list(chart.figure.layout.yaxis.ticktext) == ["bf16-true", "fp16", "bf16"]
-    (margin,) = (trace for trace in chart.figure.data if trace.name == "margin")
-    assert [*margin.x] == [-0.5, -0.5]
-    (point,) = (trace for trace in chart.figure.data if trace.name == "fp16")
-    row = found["verdicts"][1]
-    assert point.x[0] - point.error_x.arrayminus[0] == pytest.approx(row["low"])
-    assert point.x[0] + point.error_x.array[0] == pytest.approx(row["high"])
 
 
 def test_page_and_dashboard_begin_with_the_verdict(tables: StudyTables, found: Any) -> None:

@@ -11,10 +11,7 @@ import pytest
 
 from hpo.study.store.storage import Storage, open_storage
 
-SQL = (
-    *("test_leases", "test_lifecycle", "test_overview", "test_promotion"),
-    *("test_reader", "test_storage", "test_workers"),
-)
+SQL = (*("test_leases", "test_lifecycle", "test_promotion", "test_reader", "test_storage"),)
 """Tests of queries: they use each kind of database, and the others use SQLite."""
 
 

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import optuna
 import pytest
-import sqlalchemy as sa
 from support.scripted_study import ScriptedStudy
-from support.tiny import CPU
-from support.worker_process import make_and_run, result, study
+from support.worker_process import change_worker, make_and_run, result, study
 
-from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
-from hpo.errors import InputError
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.running.open_study import check_precisions
 from hpo.study.running.stopping import RunSummary
-from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -56,44 +49,41 @@ def sqlite_url(storage: Storage) -> str:
     return storage.url
 
 
-def worker_device(device: DeviceInfo) -> WorkerDevice:
-    return WorkerDevice(device.device_id, left_out=left_out(CHOICES, device, AmpConfig()))
+def worker_device(device: DeviceInfo, choices: Sequence[str] = CHOICES) -> WorkerDevice:
+    return WorkerDevice(device.device_id, left_out=left_out(choices, device, AmpConfig()))
 
 
 class Worker:
     """A worker on a described device, without training."""
 
-    def __init__(self, config: Any, device: DeviceInfo, ends: Any = lambda *_: "complete") -> None:
-        self.config = config
-        self.device = device
-        self.ends = ends
-        """Returns the outcome of the worker's trial by its count and parameters."""
-        self.before: Callable[[optuna.trial.Trial], None] = lambda _: None
-        """Called with each trial before its parameters are suggested."""
+    def __init__(self, config: Any, device: DeviceInfo, bf16: str = "complete") -> None:
+        self.config, self.device, self.bf16 = config, device, bf16
+        """`bf16` is the outcome of trials in bf16. After another one than `complete`, the worker stops."""
         self.drawn: list[str] = []
-        self.stop = threading.Event()
-
-    def execute(self, trial: optuna.trial.Trial, lease: Lease) -> Any:
-        self.before(trial)
-        params = suggest(self.config.search_space, trial)
-        lease.store_params()
-        self.drawn.append(params["fp_precision"])
-        outcome = self.ends(len(self.drawn), params)
-        if outcome == "preempted":
-            self.stop.set()
-        return result(outcome, traceback="Traceback" if outcome == "failed" else None)
+        self.barrier: threading.Barrier | None = None
+        """The first trial waits here for other workers."""
 
     def run(self, url: str) -> RunSummary:
-        self.stop.clear()
+        stop = threading.Event()
+
+        def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+            if self.barrier and not self.drawn:
+                self.barrier.wait(60)
+            self.drawn.append(suggest(self.config.search_space, trial)["fp_precision"])
+            lease.store_params()
+            if self.drawn[-1] != "bf16" or self.bf16 == "complete":
+                return result("complete")
+            stop.set()
+            if self.bf16 == "dead":
+                raise KeyboardInterrupt
+            return result(self.bf16, traceback="Traceback" if self.bf16 == "failed" else None)
+
         with open_storage(url) as storage:
-            return make_and_run(
-                self.config,
-                storage,
-                self.execute,
+            device, options = (
+                worker_device(self.device, self.config.precisions),
                 WorkerOptions(poll_seconds=0.01),
-                device=worker_device(self.device),
-                stop=self.stop,
             )
+            return make_and_run(self.config, storage, execute, options, device=device, stop=stop)
 
 
 def run_all(url: str, together: Sequence[Worker]) -> list[RunSummary]:
@@ -104,20 +94,15 @@ def run_all(url: str, together: Sequence[Worker]) -> list[RunSummary]:
         return list(pool.map(lambda worker: worker.run(url), together))
 
 
-@pytest.mark.parametrize(
-    ("name", "space"),
-    [("tpe", "finite"), ("gp", "ranges"), ("qmc", "finite")],
-)
+@pytest.mark.parametrize(("name", "space"), [("tpe", "finite"), ("gp", "ranges"), ("qmc", "finite")])
 def test_two_devices_finish_a_study(sqlite_url: str, name: str, space: str) -> None:
     config = study(16, sampler={"name": name, "seed": 1}, search_space=SPACES[space])
-    both = [Worker(config, AMX), Worker(config, VOLTA)]
-    barrier = threading.Barrier(2)
-    for worker in both:  # in their first trial they wait for each other
-        worker.before = lambda _, worker=worker: worker.drawn or barrier.wait(60)
-    summaries = run_all(sqlite_url, both)
+    both, barrier = [Worker(config, AMX), Worker(config, VOLTA)], threading.Barrier(2)
+    for worker in both:
+        worker.barrier = barrier
+    assert {summary.ended for summary in run_all(sqlite_url, both)} <= {"finished", "elsewhere"}
     for worker in both:
         assert set(worker.drawn) <= RUNS[worker.device.name]
-    assert {summary.ended for summary in summaries} <= {"finished", "elsewhere"}
     with open_storage(sqlite_url) as storage:
         assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 16}
         trials = storage.load_study("tiny").get_trials()
@@ -131,121 +116,45 @@ def test_grid_points_for_another_device_are_left(
 ) -> None:
     config = study(12, sampler={"name": "grid", "seed": 1}, search_space=space)
     alike = [Worker(config, VOLTA) for _ in range(num_workers)]
-    summaries = run_all(sqlite_url, alike)
-    assert {(summary.ended, summary.elsewhere, summary.exit_code) for summary in summaries} == {
-        ("elsewhere", ("bf16",), 0)
-    }
+    for summary in run_all(sqlite_url, alike):
+        assert (summary.ended, summary.elsewhere, summary.exit_code) == ("elsewhere", ("bf16",), 0)
     each = config.num_trials // 3
     assert Counter(name for worker in alike for name in worker.drawn) == {"fp32": each, "fp16": each}
-    with open_storage(sqlite_url) as storage:
-        assert storage.trial_counts("tiny") == {"open": each, "running": 0, "done": 2 * each}
     last = Worker(config, AMX)
     assert last.run(sqlite_url).ended == "finished"
     assert last.drawn == ["bf16"] * each
 
 
-def die(worker: WorkerLease, storage: Storage) -> None:
-    """Leave like a killed process: the trial stays claimed, and the row names no live process."""
-    worker._leaving.set()
-    worker._thread.join()
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(process_start="1"))
-
-
-@pytest.mark.parametrize(
-    ("name", "end"), [("tpe", "dead"), ("tpe", "preempted"), ("grid", "dead"), ("grid", "failed")]
-)
+@pytest.mark.parametrize(("name", "end"), [("tpe", "dead"), ("tpe", "preempted"), ("grid", "failed")])
 def test_a_trial_continues_only_on_a_device_with_its_precision(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, name: str, end: str
 ) -> None:
     space = SPACES["grid" if name == "grid" else "finite"]
     config = study(12, sampler={"name": name, "seed": 1}, search_space=space)
 
-    def first_bf16(_number: int, params: dict[str, Any]) -> str:
-        if params["fp_precision"] != "bf16":
-            return "complete"
-        first.stop.set()
-        if end == "dead":
-            monkeypatch.setattr(WorkerLease, "__exit__", lambda worker, *_: die(worker, worker._storage))
-            raise KeyboardInterrupt
-        return end
+    def die(worker: WorkerLease, *_: Any) -> None:
+        """Leave like a killed process: the trial stays claimed, and the row names no live process."""
+        worker._leaving.set()
+        worker._thread.join()
+        change_worker(worker._storage, worker, process_start="1")
 
-    first = Worker(config, AMX, first_bf16)
+    first = Worker(config, AMX, end)
     if end == "dead":
+        monkeypatch.setattr(WorkerLease, "__exit__", die)
         with pytest.raises(KeyboardInterrupt):
             first.run(sqlite_url)
         monkeypatch.undo()
     else:
         assert first.run(sqlite_url).ended == "stopped"
-    other = Worker(config, VOLTA)
+    other, again = Worker(config, VOLTA), Worker(config, AMX)
     left = other.run(sqlite_url)
     assert (left.ended, left.elsewhere) == ("elsewhere", ("bf16",))
     assert "bf16" not in other.drawn
-    again = Worker(config, AMX)
     assert again.run(sqlite_url).ended == "finished"
     assert again.drawn[0] == "bf16"
     with open_storage(sqlite_url) as storage:
         outcomes = Counter(trial.outcome for trial in read_study(storage, "tiny").trials)
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
-
-
-def point_of(trial: optuna.trial.Trial) -> dict[str, Any]:
-    return trial.storage.get_trial(trial._trial_id).system_attrs["fixed_params"]
-
-
-def test_a_point_of_a_killed_worker_is_run_once(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker dies after its claim, before it suggests a parameter."""
-
-    def die_at_once(trial: optuna.trial.Trial) -> None:
-        assert point_of(trial) == {"fp_precision": "bf16"}
-        monkeypatch.setattr(WorkerLease, "__exit__", lambda worker, *_: die(worker, worker._storage))
-        raise KeyboardInterrupt
-
-    config = study(3, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
-    first, other, again = Worker(config, AMX), Worker(config, VOLTA), Worker(config, AMX)
-    assert other.run(sqlite_url).elsewhere == ("bf16",)
-    first.before = die_at_once
-    with pytest.raises(KeyboardInterrupt):
-        first.run(sqlite_url)
-    monkeypatch.undo()
-    assert other.run(sqlite_url).elsewhere == ("bf16",)
-    assert again.run(sqlite_url).ended == "finished"
-    assert (sorted(other.drawn), again.drawn) == (["fp16", "fp32"], ["bf16"])
-
-
-def test_enqueued_grid_points_are_run_first(sqlite_url: str) -> None:
-    """Also repeated ones. An open precision becomes one of the device."""
-    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
-    queued: list[dict[str, Any]] = [
-        {"fp_precision": "fp16", "weight_decay": 0.2},
-        {"fp_precision": "fp16", "weight_decay": 0.2},
-        *[{"weight_decay": 0.1}] * 3,
-    ]
-    with open_storage(sqlite_url) as storage:
-        opened = create_or_resume_study(storage, config)
-        for params in queued:
-            opened.enqueue_trial(params)
-    worker = Worker(config, VOLTA)
-    assert worker.run(sqlite_url).elsewhere == ("bf16",)
-    assert set(worker.drawn) == RUNS["V100"]
-    with open_storage(sqlite_url) as storage:
-        ran = [trial.params for trial in read_study(storage, "tiny").trials]
-    assert all(params.items() <= trial.items() for params, trial in zip(queued, ran, strict=False))
-    assert len({str(sorted(params.items())) for params in ran}) == len(ran) - 2
-
-
-@pytest.mark.parametrize("name", ["tpe", "grid"])
-def test_a_device_without_any_precision_leaves_the_study(sqlite_url: str, name: str) -> None:
-    space = {"fp_precision": {"type": "categorical", "choices": ["bf16", "tf32"]}, **STEPS}
-    config = study(4, sampler={"name": name, "seed": 1}, search_space=space)
-    old = DeviceInfo(type="cpu", name="old")
-    device = WorkerDevice("cpu", left_out=left_out(config.precisions, old, config.amp))
-    with open_storage(sqlite_url) as storage:
-        create_or_resume_study(storage, config)
-        summary = run_worker(config, storage, Worker(config, old).execute, device=device)
-        assert (summary.ended, summary.elsewhere) == ("elsewhere", ("bf16", "tf32"))
-        assert storage.trial_counts("tiny") == {"open": 4, "running": 0, "done": 0}
-        assert not read_study(storage, "tiny").trials
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp"])
@@ -264,90 +173,14 @@ def test_a_sampler_learns_among_the_precisions_of_its_device(name: str) -> None:
     assert drawn["fp16"] >= 10
 
 
-@pytest.mark.parametrize("runs_fp16", [True, False])
-def test_an_unsupported_precision_is_not_avoided_on_another_device(runs_fp16: bool) -> None:
-    """Enqueued trials ended as `unsupported` elsewhere."""
-    config = study(30, sampler={"name": "tpe", "seed": 3}, search_space=SPACES["ranges"])
-    device = WorkerDevice(left_out={} if runs_fp16 else {"fp16": "It lacks it."})
-    here = ScriptedStudy(config, lambda _: "unsupported", device=device)
-    for _ in range(4):
-        here.run(fp_precision="fp16")
-    here.script = lambda params: params["dropout"]
-    assert ("fp16" in {params["fp_precision"] for params in here.run(12)}) == runs_fp16
-
-
-@pytest.mark.parametrize("name", ["tpe", "gp"])
 @pytest.mark.parametrize("checked_on", ["AMX, torch 2", "V100, torch 2"])
-def test_an_incompatible_precision_is_not_avoided_on_another_kind(name: str, checked_on: str) -> None:
-    """Trials of another kind of device do not count here."""
-    config = study(30, sampler={"name": name, "seed": 3}, search_space=SPACES["ranges"])
-    storage = optuna.storages.InMemoryStorage()
+def test_an_incompatible_precision_is_not_avoided_on_another_kind(checked_on: str) -> None:
+    config = study(30, sampler={"name": "tpe", "seed": 3}, search_space=SPACES["ranges"])
+    storage, device = optuna.storages.InMemoryStorage(), WorkerDevice(checked_on="V100, torch 2")
     there = ScriptedStudy(config, storage=storage)
     for rate in (1e-5, 3e-5, 1e-4, 3e-4):
         there.study.enqueue_trial({"fp_precision": "fp16", "learning_rate": rate})
         checked = {"compatibility": {"verdict": "incompatible", "checked_on": checked_on}}
         there.end(there.ask()[0], "incompatible", telemetry=checked)
-    here = ScriptedStudy(
-        config,
-        lambda params: params["dropout"],
-        storage=storage,
-        device=WorkerDevice(checked_on="V100, torch 2"),
-    )
+    here = ScriptedStudy(config, lambda params: params["dropout"], storage=storage, device=device)
     assert ("fp16" in {params["fp_precision"] for params in here.run(12)}) == (checked_on[:3] == "AMX")
-
-
-# Base precisions, which need packages
-
-WITHOUT = replace(CPU, has_bitsandbytes=False)
-BASE_SPACE: dict[str, Any] = {
-    "adapter": {"type": "categorical", "choices": ["none", "lora"]},
-    "base_precision": {"type": "categorical", "choices": ["int8", "nf4"], "when": {"adapter": "lora"}},
-}
-
-
-@pytest.mark.parametrize("name", ["tpe", "gp", "qmc"])
-def test_a_missing_base_precision_is_not_drawn(name: str) -> None:
-    config = study(30, sampler={"name": name, "seed": 1}, search_space=BASE_SPACE | RATES)
-    left_out = check_precisions(resolve_study(config, WITHOUT))
-    here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
-    drawn = [params.get("base_precision") for params in here.run(24)]
-    assert set(drawn) == {None, "int8"}
-    assert {trial.params.get("base_precision") for trial in here.trials} == {None, "int8"}
-    every = optuna.distributions.CategoricalDistribution(("int8", "nf4"))
-    assert {one.distributions.get("base_precision", every) for one in here.trials} == {every}
-
-
-@pytest.mark.parametrize("name", ["tpe", "qmc"])
-def test_without_any_base_precision_trials_have_no_adapter(name: str) -> None:
-    nf4 = {"type": "categorical", "choices": ["nf4"], "when": {"adapter": ["lora"]}}
-    space = BASE_SPACE | RATES | {"base_precision": nf4}
-    config = study(30, sampler={"name": name, "seed": 1}, search_space=space)
-    left_out = check_precisions(resolve_study(config, WITHOUT))
-    here = ScriptedStudy(config, device=WorkerDevice(left_out=left_out), skipped=left_out)
-    there = ScriptedStudy(config, device=WorkerDevice(left_out={}), storage=here.study._storage)
-    drawn = [one.run()[0]["adapter"] for _ in range(12) for one in (here, there)]
-    assert set(drawn[::2]) == {"none"}
-    assert set(drawn[1::2]) == {"none", "lora"}
-    always = study(4, search_space=space | {"adapter": {"type": "categorical", "choices": ["lora"]}})
-    with pytest.raises(InputError, match="nf4` needs the package"):
-        check_precisions(resolve_study(always, WITHOUT))
-
-
-@pytest.mark.parametrize("lacks", ["base_precision", "fp_precision"])
-def test_the_unsupported_choice_is_blamed(lacks: str) -> None:
-    """With `on_unsupported: prune` all are drawn, and the other choice is not avoided."""
-    precision = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
-    bases = {name: one | {"when": {}} for name, one in BASE_SPACE.items()}
-    bases["adapter"] = {"type": "categorical", "choices": ["lora", "dora"]}
-    config = study(30, sampler={"name": "tpe", "seed": 1}, search_space=precision | bases | RATES)
-    here = ScriptedStudy(config, lambda _: "unsupported")
-    facts = {"base_precision": {"requested": "nf4", "effective": None}} if lacks == "base_precision" else {}
-    here.study.enqueue_trial({"fp_precision": "bf16", "base_precision": "nf4", "learning_rate": 1e-4})
-    trial, _ = here.ask()
-    here.end(trial, "unsupported", telemetry=facts)
-    here.script = lambda params: params["learning_rate"]
-    avoided = {"base_precision": "nf4", "fp_precision": "bf16"}
-    drawn = here.run(12)
-    assert avoided[lacks] not in {params[lacks] for params in drawn}
-    (other,) = avoided.keys() - {lacks}
-    assert avoided[other] in {params[other] for params in drawn}

@@ -17,10 +17,9 @@ FLAGS = [
     "--disable-gpu",
     "--disable-quic",
     "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
     "--disable-sync",
 ]
+FLAGS += ["--disable-sync", "--disable-background-networking", "--disable-component-update"]
 
 
 def without_plotly(path: Path) -> str:

@@ -14,20 +14,10 @@ class NVMLError(Exception):
     pass
 
 
-class NVMLError_NotSupported(NVMLError):  # noqa: N801
-    pass
-
-
-class NVMLError_NotFound(NVMLError):  # noqa: N801
-    pass
-
-
-class NVMLError_GpuIsLost(NVMLError):  # noqa: N801
-    pass
-
-
-class NVMLError_Uninitialized(NVMLError):  # noqa: N801
-    pass
+NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
+NVMLError_NotFound = type("NVMLError_NotFound", (NVMLError,), {})
+NVMLError_GpuIsLost = type("NVMLError_GpuIsLost", (NVMLError,), {})
+NVMLError_Uninitialized = type("NVMLError_Uninitialized", (NVMLError,), {})
 
 
 class FakeNvml(ModuleType):

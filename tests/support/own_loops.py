@@ -10,7 +10,7 @@ import yaml
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
-from hpo.trial.own_executor import OwnLoopExecutor, build_executor
+from hpo.trial.executor import OwnLoopExecutor, build_executor
 from support.tiny import CPU
 
 HEAD = """

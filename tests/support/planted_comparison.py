@@ -21,8 +21,8 @@ from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo
+from hpo.study.reading.detailed_evaluations import store_row_statistics
 from hpo.study.reading.reader import read_study
-from hpo.study.reading.row_statistics import store_row_statistics
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.running.stopping import Stop
 from hpo.study.running.worker import WorkerOptions, run_worker
@@ -201,13 +201,7 @@ def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
     return config
 
 
-def run(
-    storage: Storage,
-    config: StudyConfig,
-    score: Score,
-    *,
-    trials: int = 10**6,
-) -> StudyRecord:
+def run(storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6) -> StudyRecord:
     """Work on the study, for so many trials at most."""
     stop, left = Stop(), [trials]
 

@@ -50,12 +50,7 @@ class PostgresServer:
 
     def connect(self, database: str) -> psycopg.Connection:
         return psycopg.connect(
-            host="127.0.0.1",
-            port=self.port,
-            user=USER,
-            password=PASSWORD,
-            dbname=database,
-            autocommit=True,
+            host="127.0.0.1", port=self.port, user=USER, password=PASSWORD, dbname=database, autocommit=True
         )
 
     @contextmanager

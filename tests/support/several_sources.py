@@ -12,10 +12,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "news": {"topic": {"kind": "single_label", "classes": ["art", "sport"]}, "tone": TONE},
     "mail": {"size": {"kind": "regression"}, "tone": TONE},
 }
-SIZES = {
-    "news": {"train": 24, "validation": 8, "test": 6},
-    "mail": {"train": 12, "validation": 4, "test": 4},
-}
+SIZES = {"news": {"train": 24, "validation": 8, "test": 6}, "mail": {"train": 12, "validation": 4, "test": 4}}
 
 
 def _rows(source: str, split: str) -> list[dict[str, Any]]:

@@ -19,15 +19,8 @@ from hpo.config.study_config import StudyConfig
 from hpo.config.study_file import section_of
 
 _LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_NAMES = {
-    bool: "true or false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    Path: "path",
-    dict: "mapping",
-    tuple: "list",
-}
+_NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_NAMES |= {Path: "path", dict: "mapping", tuple: "list"}
 
 
 def study_reference() -> str:

@@ -24,13 +24,8 @@ from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement, measure
 
-ENCODER: dict[str, Any] = {
-    "model_type": "bert",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
+ENCODER: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2}
+ENCODER |= {"num_attention_heads": 2, "intermediate_size": 64}
 CPU = DeviceInfo(type="cpu", name="test CPU", torch_version=torch.__version__)
 GPU = DeviceInfo(
     type="cuda", name="Example GPU", compute_capability=(9, 0), total_memory_bytes=80 * 2**30, uuid="GPU-0"

@@ -38,21 +38,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "roberta": ({**BERT, "model_type": "roberta", "type_vocab_size": 1}, "sdpa"),
     "distilbert": ({**DISTILBERT, "max_position_embeddings": 64}, "sdpa"),
     "modernbert": ({**BERT, "model_type": "modernbert"}, "sdpa"),
-    "deberta-v2": (
-        {**BERT, "model_type": "deberta-v2", **RELATIVE, "pos_att_type": ["p2c", "c2p"]},
-        "eager",
-    ),
+    "deberta-v2": ({**BERT, "model_type": "deberta-v2", **RELATIVE, "pos_att_type": ["p2c", "c2p"]}, "eager"),
     "mpnet": ({**BERT, "model_type": "mpnet"}, "eager"),
     "electra": ({**BERT, "model_type": "electra", "embedding_size": 16}, "sdpa"),
 }
-DECODER_SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
+DECODER_SIZES = {"hidden_size": 32, **SIZES, "num_key_value_heads": 1, "max_position_embeddings": 64}
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **DECODER_SIZES},
     "qwen3": {"model_type": "qwen3", **DECODER_SIZES, "head_dim": 16},

@@ -15,11 +15,10 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
 from hpo.training.budget import Budget, TrainState
-from hpo.training.clock import TrainingClock
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients, train
 from hpo.training.losses import MultitaskLoss
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import ThroughputMeter, TrainingClock
 from hpo.training.training_data import TrainingData
 from hpo.trial.executor import Executor
 from hpo.trial.parts import assemble, training_args

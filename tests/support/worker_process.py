@@ -30,6 +30,7 @@ from hpo.study.store.optuna_internals import OwnTrials
 from hpo.study.store.schema import EvaluationRow, claims, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
+from hpo.training.evaluate import Evaluation
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
 CONTEXT.set_forkserver_preload(["support.preloaded"])
@@ -103,6 +104,13 @@ def evaluate(
     fields = {"epoch": 1.0, "seconds": 1.0, "metrics": {"score": value}, **changes}
     row = EvaluationRow(step or index, **fields)
     return lease_of(storage, trial).report(row, index, value)
+
+
+def scored(index: int, step: int, budget_used: float, values: tuple[Any, ...], broken: str = "") -> Any:
+    """An evaluation of the training loop; `broken` is the limit that ends the trial."""
+    rest: dict[str, Any] = {"epoch": 1.0, "seconds": 1.0, "metrics": {}, "decisions": {}, "rates": {}}
+    rest |= {"examples_per_second": None, "train_loss": 0.5, "ends_trial": broken}
+    return Evaluation(index=index, step=step, budget_used=budget_used, values=values, **rest)
 
 
 def worker_on(storage: Storage, config: StudyConfig, **options: Any) -> WorkerLease:

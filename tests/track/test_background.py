@@ -37,27 +37,6 @@ def test_run_leaves_silent_tracker(
     assert stored(tmp_path).trials[0].outcome == "complete"
 
 
-def test_run_reports_tracker_without_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    write_study(tmp_path, **SHORT)
-    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    assert finished.err.count("The tracker mlflow: Error: MLFLOW_TRACKING_URI must say where MLflow is") == 1
-    assert "The tracker mlflow: its process ended with 2." in finished.err
-    assert stored(tmp_path).trials[0].outcome == "complete"
-
-
-def test_resumed_run_may_get_another_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/new.db")
-    write_study(tmp_path, **SHORT)
-    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    assert "The tracker" not in finished.err
-    assert not (tmp_path / "runs/tiny/track-mlflow.log").read_text()
-    write_study(tmp_path, n_trials=2, tracker="tensorboard")
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    folder = tmp_path / "runs/tiny/tensorboard"
-    assert sorted(path.name for path in folder.iterdir()) == ["study", "trial-0", "trial-1"]
-
-
 @pytest.mark.parametrize(
     ("status", "remedy"),
     [(401, "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."), (403, "permission EDIT")],

@@ -2,14 +2,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 
 import pytest
-from support.study_records import record_of
-from support.tracked_study import TELEMETRY, TrackedStudy
+from support.tracked_study import TrackedStudy
 
-from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 from hpo.track import follow
 from hpo.track.follow import Follower
 from hpo.track.runs import Run, runs_of
@@ -40,15 +36,6 @@ def test_updates_send_changed_runs_alone(tracked: TrackedStudy) -> None:
     assert [run.name for run in tracker.shown] == ["trial 0", "trial 1", study, "trial 2", study]
     assert (shown.runs, shown.changed, shown.is_over) == (3, 3, False)
     assert not any("report_of" in run.facts for run in tracker.shown)
-
-
-def test_follow_ends_with_report_of_study(tracked: TrackedStudy) -> None:
-    tracked.run("complete")
-    tracked.resize(1)
-    tracker = FakeTracker()
-    follower = Follower(lambda: tracked.record, tracked.storage.study_token(tracked.name), tracker)
-    assert follower.follow(threading.Event()).is_over
-    assert "report_of" in tracker.shown[-1].facts
 
 
 class StopAfter(threading.Event):
@@ -83,30 +70,6 @@ def test_follow_ends_without_a_live_worker(
     assert ("had no worker for" in caplog.text) is not has_worker
 
 
-def test_idle_seconds_ignore_changes_of_the_database_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is set by a day. The only worker is live until then."""
-    now, day = [0.0], timedelta(days=1)
-    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
-    seen = datetime(2026, 1, 1, tzinfo=UTC)
-    times = iter([seen, seen, seen + day, seen + day])
-
-    def read() -> StudyRecord:
-        worker = WorkerRecord("w", "node", 7, next(times), alive=False, trial_number=None)
-        worker = replace(worker, silent_seconds=day.total_seconds())
-        return record_of([], workers=[worker])
-
-    follower, idle = Follower(read, "token", FakeTracker()), []
-    for _ in range(4):
-        idle.append(follower.update().idle_seconds)
-        now[0] += 10.0
-    assert idle == [0.0, 10.0, 0.0, 10.0]
-
-
-def test_empty_reason_replaces_earlier_reason(tracked: TrackedStudy) -> None:
-    tracked.run("complete", reason="")
-    assert runs_of(tracked.record, "token")[0].facts["outcome_reason"] == ""
-
-
 def test_content_of_trial(tracked: TrackedStudy) -> None:
     tracked.run("complete", "nonfinite")
     whole, broken = runs_of(tracked.record, "token")
@@ -121,26 +84,6 @@ def test_content_of_trial(tracked: TrackedStudy) -> None:
     assert whole.results.items() >= results.items()
     assert "trial/score" not in broken.results
     facts = {"requested": "bf16", "effective": "fp32", "agrees": "false", "reason": "no AMX"}
-    facts["observed"] = "3 weights multiplied in bfloat16, TF32 off, not compiled"
+    facts["observed"] = "products of 3 weight matrices in bfloat16, TF32 off, not compiled"
     assert {name: whole.facts[f"precision_{name}"] for name in facts} == facts
     assert (broken.facts["outcome"], broken.facts["device"]) == ("nonfinite", "Example CPU")
-
-
-def test_facts_of_weights_and_optimizer_states(tracked: TrackedStudy) -> None:
-    base = {"requested": "nf4", "effective": "nf4", "reason": "", "agrees": True}
-    base["observed"] = {"storage_dtypes": {"uint8": 12}}
-    kept = {"requested": "int8", "effective": "fp32", "reason": "no matrix is large enough.", "bytes": 4}
-    kept["dtypes"] = {"float32": 90}
-    tracked.run("complete", telemetry=TELEMETRY | {"base_precision": base, "optimizer_state": kept})
-    [run] = runs_of(tracked.record, "token")
-    names = ("base_precision", "optimizer_state")
-    assert {name: value for name, value in run.facts.items() if value and name.startswith(names)} == {
-        "base_precision_requested": "nf4",
-        "base_precision_effective": "nf4",
-        "base_precision_observed": '{"storage_dtypes": {"uint8": 12}}',
-        "base_precision_agrees": "true",
-        "optimizer_state_requested": "int8",
-        "optimizer_state_effective": "fp32",
-        "optimizer_state_observed": '{"float32": 90}',
-        "optimizer_state_reason": "no matrix is large enough.",
-    }

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,10 @@ import pytest
 import sqlalchemy as sa
 from support.command_line import finish, hpo_command, start_hpo, wait_until
 from support.mlflow_server import MlflowServer, all_runs, client, experiment_of, runs
-from support.tracked_study import TELEMETRY, TrackedStudy
+from support.tracked_study import TrackedStudy
 from support.worker_process import start_process
 
-from hpo.errors import TrackerError
 from hpo.study.store import optuna_internals, schema
-from hpo.track.follow import Follower
-from hpo.track.mlflow_runs import KEY, STUDY, MlflowTracker
-from hpo.track.runs import runs_of
 
 
 def test_each_trial_is_one_run(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
@@ -84,24 +78,6 @@ def test_repeated_call_adds_changes_alone(tracked: TrackedStudy) -> None:
     assert (tags["mine"], tags["ticket"]) == ("kept", "7")
 
 
-@pytest.mark.usefixtures("mlflow_server")
-def test_former_facts_are_emptied_and_tags_of_user_stay(tracked: TrackedStudy) -> None:
-    tracked.run("complete")
-    run = runs_of(tracked.record, "token")[0]
-    tracker = MlflowTracker(tracked.name, "token")
-    tracker.show(run)
-    before = runs(tracked.name)["trial 0"]
-    assert (before["tags"]["precision_agrees"], before["tags"]["precision_reason"]) == ("false", "no AMX")
-    client().set_tag(before["id"], "mine", "kept")
-    telemetry = {**TELEMETRY, "precision": {"requested": "fp32", "effective": "fp32"}}
-    trial = replace(tracked.record.trials[0], reason=None, telemetry=telemetry)
-    tracker.show(runs_of(replace(tracked.record, trials=[trial]), "token")[0])
-    tags = runs(tracked.name)["trial 0"]["tags"]
-    assert tags["mine"] == "kept"
-    emptied = ("outcome_reason", "precision_reason", "precision_agrees")
-    assert [tags[name] for name in emptied] == [""] * 3
-
-
 def test_follow_survives_outage_of_server(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
     tracked.resize(3)
     tracked.run("complete")
@@ -159,31 +135,6 @@ def test_call_after_kill_repeats_no_content(tracked: TrackedStudy) -> None:
         assert run["status"] == "FINISHED"
 
 
-@pytest.mark.usefixtures("mlflow_server")
-def test_duplicate_runs_are_deleted(tracked: TrackedStudy) -> None:
-    """Two commands created them at the same moment, and one continues with the deleted run."""
-    tracked.run("complete")
-    trial = tracked.leave_running(alive=True)
-    token = tracked.storage.study_token(tracked.name)
-    one = Follower(lambda: tracked.record, token, MlflowTracker(tracked.name, token))
-    one.update()
-    experiment = experiment_of(tracked.name)
-    for number in (0, 1, 1, 1, 1):
-        client().create_run(experiment, tags={KEY: f"{token}-{number}", STUDY: token})
-    first = min(run.info.run_id for run in client().search_runs([experiment], f"tags.`{KEY}` = '{token}-1'"))
-    tracked.tracked("mlflow")
-    assert len(runs(tracked.name)) == 2
-    assert runs(tracked.name)["trial 1"]["id"] == first
-
-    tracked.evaluate(trial, 2)
-    with suppress(TrackerError):  # its run is deleted; then it finds the other run
-        one.update()
-    one.update()
-    assert tracked.tracked("mlflow")["changed"] == 0
-    assert [step for step, _, _ in runs(tracked.name)["trial 1"]["points"]["score"]] == [10, 20]
-    assert len(runs(tracked.name)) == 2
-
-
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egnp.exe \ud800 ' OR 1=1 -- <img src=x onerror=alert(1)>"
 
 
@@ -218,12 +169,10 @@ def test_hostile_names_are_replaced(tracked: TrackedStudy) -> None:
     [
         ("", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
         ("http://user:secret@127.0.0.1:9", 1, "user:***@127.0.0.1:9"),
-        ("foo://user:secret@x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
-        ("sqlite:x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
         ("sqlite:////no/such/folder/x.db", 2, "the folder `/no/such/folder` must exist"),
         (f"foo://u:{'secret' * 99}@x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
     ],
-    ids=["none", "unreachable", "unknown scheme", "no path", "no folder", "long password"],
+    ids=["none", "unreachable", "no folder", "long password"],
 )
 def test_bad_address_is_one_error(
     tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, address: str, exit_code: int, message: str
@@ -236,34 +185,6 @@ def test_bad_address_is_one_error(
     assert message in finished.err
     assert "Traceback" not in finished.err
     assert "secret" not in finished.err + finished.out
-
-
-def test_two_commands_create_database_at_once(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked.folder}/new.db")
-    tracked.run("complete", "complete")
-    command = ("track", tracked.name, "--to", "mlflow")
-    both = [start_hpo(tracked.folder, *command) for _ in range(2)]
-    for process in both:
-        finished = finish(process)
-        assert finished.exit_code == 0, finished.err
-    with sa.create_engine(os.environ["MLFLOW_TRACKING_URI"]).connect() as connection:
-        names = connection.exec_driver_sql("SELECT name FROM runs WHERE lifecycle_stage = 'active'").scalars()
-        assert sorted(names) == [f"study {tracked.name}", "trial 0", "trial 1"]
-
-
-@pytest.mark.filterwarnings("ignore")  # of MLflow's own models and migrations
-def test_unfinished_database_is_one_error(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another MLflow program is just creating it: it has a table, but no version yet."""
-    place = tracked.folder / "half.db"
-    with sa.create_engine(f"sqlite:///{place}").begin() as connection:
-        connection.exec_driver_sql("CREATE TABLE _alembic_tmp_tags (a INT)")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}")
-    tracked.run("complete")
-    finished = tracked.track("mlflow")
-    assert finished.exit_code == 1
-    assert finished.err.count("Error: ") == 1
-    assert "Traceback" not in finished.err
-    assert f"MLflow at sqlite:///{place} did not answer" in finished.err
 
 
 @pytest.mark.usefixtures("mlflow_server")

@@ -11,40 +11,26 @@ from support.worker_process import study
 from hpo.config.definition import CHANGEABLE
 from hpo.study.reading.study_record import StudyRecord
 from hpo.track.follow import write_files
-from hpo.track.runs import MAX_TEXT, Run, runs_of
-from hpo.track.settings import is_secret, study_settings, trial_settings
+from hpo.track.runs import Run, is_secret, runs_of, study_settings, trial_settings
 
 TOKEN = "hf_" + "a1B2" * 9
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("token", "github_token", "hf_token", "api-token", "openai_key", "apikey", "data.storage_key"),
-        *("api_keys", "access_tokens", "password", "PGPASSWORD", "db_pass", "pass", "db.pwd"),
-        *("key_passphrase", "client_secret", "credentials"),
-    ],
+SECRETS = (
+    *("token", "github_token", "hf_token", "api-token", "openai_key", "apikey", "data.storage_key"),
+    *("api_keys", "access_tokens", "password", "PGPASSWORD", "db_pass", "pass", "db.pwd"),
+    *("key_passphrase", "client_secret", "credentials"),
 )
-def test_names_of_secrets(name: str) -> None:
-    assert is_secret(name)
+OTHERS = (
+    *("max_tokens", "special_tokens", "tokens", "tokenizer", "key", "keys", "monkey", "passes", "bypass"),
+    *("train_tokens_per_second", "secretary", "pad_token", "model.encoder.tokenizer.mask_token", "text_key"),
+    *("label_key", "sort_key", "group_key", "first_pass", "study_token"),
+)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("max_tokens", "special_tokens", "tokens", "tokenizer", "key", "keys", "monkey", "passes", "bypass"),
-        *(
-            "train_tokens_per_second",
-            "secretary",
-            "pad_token",
-            "model.encoder.tokenizer.mask_token",
-            "text_key",
-        ),
-        *("label_key", "sort_key", "group_key", "first_pass", "study_token"),
-    ],
-)
-def test_names_of_other_settings(name: str) -> None:
-    assert not is_secret(name)
+def test_names_of_secrets() -> None:
+    assert [name for name in SECRETS if not is_secret(name)] == []
+    assert [name for name in OTHERS if is_secret(name)] == []
 
 
 def definition(**changes: Any) -> dict[str, Any]:
@@ -123,22 +109,6 @@ def test_runs_and_files_hide_secrets(tmp_path: Path) -> None:
         text = path.read_text()
         assert "-secret" not in text, path
         assert TOKEN not in text, path
-
-
-def test_long_values_are_whole_in_file_alone(tmp_path: Path) -> None:
-    labels = [f"label {number}" for number in range(2000)]
-    record = record_with(data={"tasks": {"topic": {"labels": labels}}})
-    for run in both_runs(record):
-        assert len(str(run.params["data.tasks.topic.labels"])) == MAX_TEXT
-        assert str(run.params["data.tasks.topic.labels"]).endswith(" ...")
-    write_files(record, tmp_path)
-    assert "label 1999" in (tmp_path / "study.json").read_text()
-
-
-@pytest.mark.parametrize("broken", [None, [], "text", 7])
-def test_damaged_definition_breaks_no_run(broken: object) -> None:
-    for run in both_runs(record_with(training=broken, search_space=broken, tags=broken, data=broken)):
-        assert run.facts["study"] == "fake"
 
 
 def test_former_statements_become_empty() -> None:

@@ -4,19 +4,12 @@ import json
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import wandb
 from support.command_line import finish, start_hpo
 from support.tracked_study import TrackedStudy
-
-from hpo.track.runs import runs_of
-from hpo.track.wandb_runs import WandbTracker
 
 
 @pytest.fixture(autouse=True)
@@ -96,32 +89,6 @@ def test_each_trial_is_one_run(tracked: TrackedStudy) -> None:
     assert run_of(folder, 3)["exit"] == 0
 
 
-def test_run_rewritten_in_the_same_second(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb.sdk.wandb_settings as settings  # names a folder by the second
-
-    monkeypatch.setattr(
-        settings, "datetime", mock.Mock(fromtimestamp=lambda _: datetime(2026, 1, 2, 3, 4, 5))
-    )
-    tracked.leave_running()
-    assert tracked.tracked("wandb")["changed"] == 1
-    tracked.run("complete")
-    assert tracked.tracked("wandb")["changed"] == 1
-    run = run_of(tracked.folder / "runs" / tracked.name, 0)
-    assert [row["step"] for row in run["history"]] == [10, 20, 30]
-    assert run["exit"] == 0
-
-
-def test_former_fact_of_open_run_is_emptied(tracked: TrackedStudy) -> None:
-    tracked.leave_running(alive=True)
-    run = runs_of(tracked.record, "token")[0]
-    tracker = WandbTracker(tracked.name, tracked.folder)
-    for reason in ("paused at step 10", ""):
-        tracker.show(replace(run, facts={**run.facts, "outcome_reason": reason}))
-    tracker.close()
-    config = run_of(tracked.folder, 0)["config"]
-    assert (config["outcome_reason"], config["study"]) == ("", tracked.name)
-
-
 def test_error_without_account_names_remedy(tracked: TrackedStudy) -> None:
     tracked.run("complete")
     environment = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": ""}
@@ -130,16 +97,6 @@ def test_error_without_account_names_remedy(tracked: TrackedStudy) -> None:
     assert finished.exit_code == 1
     assert "W&B does not take the runs. Log in (`wandb login`), or set WANDB_MODE=offline" in finished.err
     assert "Traceback" not in finished.err
-
-
-def test_error_hides_long_password(tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracked.run("complete")
-    url = f"http://me:{'secret' * 99}@127.0.0.1:9"
-    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=wandb.errors.CommError(f"no answer of {url}")))
-    finished = tracked.track("wandb")
-    assert finished.exit_code == 1
-    assert "(no answer of http://me:***@127.0.0.1:9)" in finished.err
-    assert "secret" not in finished.err
 
 
 @pytest.mark.parametrize("to", ["wandb", "mlflow", "tensorboard"])

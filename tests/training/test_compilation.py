@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.tiny_encoders import make_model
 
-from hpo.training.clock import CompileClock
 from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile, compiled_modules
+from hpo.training.throughput import CompileClock
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.span_extraction import MAX_ANSWER_TOKENS
-from hpo.training.decoding import choose_decision, decode, decode_tasks
+from hpo.training.evaluate import choose_decision, decode, decode_tasks
 from hpo.training.metrics import score
 
 NAMES = ("a", "b")

@@ -36,10 +36,9 @@ from hpo.random_numbers import step_seed
 from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
 from hpo.training.budget import Budget, TrainState
-from hpo.training.clock import CompileClock, TrainingClock
 from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import count_items, loss_sum
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import CompileClock, ThroughputMeter, TrainingClock
 from hpo.trial.executor import Executor
 from hpo.trial.parts import assemble, training_args
 

@@ -22,8 +22,14 @@ from hpo.precision.table import PRECISIONS
 from hpo.training import float32_optimizer
 from hpo.training.float32_optimizer import Float32Optimizer
 from hpo.training.loop import apply_gradients
-from hpo.training.optim import OPTIMIZERS, build_optimizer, is_fused, parameter_groups
-from hpo.training.schedule import schedule_factor, set_learning_rate
+from hpo.training.optim import (
+    OPTIMIZERS,
+    build_optimizer,
+    is_fused,
+    parameter_groups,
+    schedule_factor,
+    set_learning_rate,
+)
 
 
 def test_groups_and_weight_decay() -> None:

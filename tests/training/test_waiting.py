@@ -16,10 +16,9 @@ from hpo.device import DeviceInfo, probe_device
 from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS
 from hpo.training.budget import TrainState
-from hpo.training.clock import TrainingClock
 from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, apply_gradients, train
 from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import ThroughputMeter, TrainingClock
 from hpo.trial.executor import Executor
 from hpo.trial.parts import training_args
 

@@ -14,7 +14,8 @@ from support.tiny import tiny_executor
 from hpo.errors import OutOfMemory, RunError
 from hpo.models.hub import MINILM_HUB_ID
 from hpo.training.checkpoint import STATE
-from hpo.trial.best_model import TrialSource, encoder_facts, export_checkpoint, split_predictions, with_scores
+from hpo.trial.best_model import encoder_facts, export_checkpoint, split_predictions, with_scores
+from hpo.trial.telemetry import StoredTrial
 
 
 def test_encoder_facts_have_no_path(tmp_path: Path) -> None:
@@ -56,4 +57,4 @@ def test_checkpoint_of_another_version(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=refused):
             split_predictions(executor, folder, params, "validation")
         with pytest.raises(RunError, match=refused):
-            export_checkpoint(executor, folder, tmp_path / "out", TrialSource(0, params))
+            export_checkpoint(executor, folder, tmp_path / "out", StoredTrial(0, params))

@@ -19,8 +19,9 @@ from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import NONFINITE_PATIENCE, MixedPrecision
 from hpo.precision.table import PRECISIONS
-from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose, settings_to_try
+from hpo.trial.diagnosis import Diagnosis, diagnose, settings_to_try
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import StoredTrial
 
 UNCHECKED = {"compat": {"enabled": False}}
 TRAINING = {"max_steps": 6, "batch_size": 8, "max_length": 64, "dropout": 0.0, "attention": "eager"}
@@ -42,7 +43,7 @@ def ended(executor: Executor, folder: Path, stop_at: int = 0, **params: Any) -> 
     """Run a trial to its end, or stop it with a checkpoint after `stop_at` steps."""
     result = run_trial(executor, folder, stop_at, **params)
     telemetry = json.loads(json.dumps(result.telemetry))  # as a database returns it
-    return StoredTrial(0, str(result.outcome), params, telemetry, folder, "trial")
+    return StoredTrial(0, params, telemetry, str(result.outcome), folder=folder, resume_key="trial")
 
 
 def diagnosed(executor: Executor, trial: StoredTrial) -> Diagnosis:

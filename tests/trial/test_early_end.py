@@ -11,10 +11,11 @@ from support.resumed_trials import check_resume_is_exact
 from support.tiny import tiny_executor, tiny_study
 
 from hpo.config.limits import ObjectiveConfig
+from hpo.config.sections import EvaluationConfig
 from hpo.errors import StudyFileError
 from hpo.outcome import TrialResult
 from hpo.training.evaluate import Evaluation
-from hpo.trial.objectives import evaluations_without_improvement
+from hpo.trial.objectives import patience_over
 from hpo.trial.telemetry import Callbacks
 
 STEPS = {"max_steps": 40, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -35,11 +36,13 @@ UNCHANGED = {"learning_rate": 1e-30}
         ([math.nan, 0.5, math.nan], "maximize", 0.0, 1),
     ],
 )
-def test_evaluations_without_improvement(
+def test_patience_counts_evaluations_without_improvement(
     values: list[float], direction: Any, min_delta: float, expected: int
 ) -> None:
     objective = ObjectiveConfig(direction=direction)
-    assert evaluations_without_improvement(values, objective, min_delta) == expected
+    reason = patience_over(values, objective, EvaluationConfig(patience=1, min_delta=min_delta))
+    assert bool(reason) == bool(expected)
+    assert not expected or f" in {expected} evaluations" in reason
 
 
 def run(folder: Path, params: dict[str, Any], **study: Any) -> tuple[TrialResult, list[Evaluation]]:

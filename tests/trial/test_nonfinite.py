@@ -12,7 +12,7 @@ from support.tiny_encoders import make_batch, make_model, scalar_loss
 from torch import Tensor, nn
 
 from hpo.models.multitask import MultitaskModel
-from hpo.trial.nonfinite import FirstNonfinite
+from hpo.trial.measure import FirstNonfinite
 
 DENSE = "encoder.encoder.layer.1.output.dense"
 

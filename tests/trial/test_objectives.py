@@ -19,12 +19,12 @@ from hpo.report.data_check import DataCheck, check_data
 from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
 from hpo.trial import objectives
+from hpo.trial.executor import build_executor
 from hpo.trial.objectives import (
-    check_metrics,
+    check_metric_names,
     decision_metrics,
     objective_value,
 )
-from hpo.trial.own_executor import build_executor
 
 TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
@@ -42,11 +42,11 @@ def test_missing_metric_is_an_error_and_never_nan() -> None:
 
 @pytest.mark.parametrize("key", ["objective.metric", "constraints"])
 def test_unknown_metric_gets_the_nearest_name(key: str, tmp_path: Path) -> None:
-    wrong = "criteria/f1_macor"
-    change = {"objective": {"metric": wrong}} if key[0] == "o" else {"constraints": {wrong: {"min": 0}}}
-    study = tiny_study(tmp_path, **change)
-    with pytest.raises(InputError, match=rf"{key}: .*'{wrong}'\. Did you mean `criteria/f1_macro`"):
-        check_metrics(study, load_data(study.data))
+    changes = {"objective": {"metric": "criteria/f1_macor"}, "constraints": {"criteria/f1_macor": {"min": 0}}}
+    section = key.partition(".")[0]
+    study = tiny_study(tmp_path, **{section: changes[section]})
+    with pytest.raises(InputError, match=rf"{key}: .*'criteria/f1_macor'\. Did you mean `criteria/f1_macro`"):
+        check_metric_names(study, load_data(study.data).tasks)
 
 
 def load_and_check(folder: Path, **study: Any) -> DataCheck:

@@ -17,13 +17,14 @@ from hpo.inference import model as inference
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome, TrialResult
 from hpo.precision.parts import float32_modules
-from hpo.trial.best_model import TrialSource, export_checkpoint, with_scores
+from hpo.trial.best_model import export_checkpoint, with_scores
 from hpo.trial.compat import Compatibility
 from hpo.trial.diagnosis import _parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
 from hpo.trial.part_search import CheckedSets, FoundParts, find_parts, search
 from hpo.trial.parts import build_trial
+from hpo.trial.telemetry import StoredTrial
 
 LETTERS = "abcdefgh"
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -131,7 +132,7 @@ def test_best_model_has_the_parts(trained: Trained) -> None:
 def test_export_has_the_parts(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     features = frozenset({"avx512_fp16", "avx512_bf16", "amx_bf16", "amx_fp16"})
     monkeypatch.setattr(inference, "probe_device", lambda _: replace(CPU, cpu_features=features))
-    exported = export_checkpoint(*trained[:2], tmp_path / "export", TrialSource(0))
+    exported = export_checkpoint(*trained[:2], tmp_path / "export", StoredTrial(0))
     model = hpo.load(exported, device="cpu", precision="fp16")
     assert model.predict(["The rent is too high."])[0]
     for precision, parts in (("fp16", [SECOND]), ("bf16-true", []), ("fp16", [SECOND])):

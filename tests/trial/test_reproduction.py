@@ -17,8 +17,8 @@ from support.tiny import tiny_executor
 from hpo.training.checkpoint import bits_digest
 from hpo.training.evaluate import Evaluation
 from hpo.trial.executor import Executor
-from hpo.trial.reproduction import RecordedTrial, reproduce
-from hpo.trial.telemetry import Callbacks
+from hpo.trial.reproduction import reproduce
+from hpo.trial.telemetry import Callbacks, StoredTrial
 
 PARAMS = {"learning_rate": 5e-4, "fp_precision": "fp32"}
 
@@ -32,7 +32,7 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
 
 def recorded(
     executor: Executor, folder: Path, params: Mapping[str, Any] = PARAMS, stop_after: int = 0
-) -> RecordedTrial:
+) -> StoredTrial:
     """Run a trial and return its record. With `stop_after` it is stopped and resumed after a few steps."""
     evaluations: dict[int, Mapping[str, Any]] = {}
 
@@ -45,11 +45,11 @@ def recorded(
         assert executor.run(params, folder, "trial", stopping).outcome == "preempted"
     result = executor.run(params, folder, "trial", Callbacks(note))
     assert result.outcome == "complete", result.reason
-    return RecordedTrial(7, params, result.telemetry, evaluations)
+    return StoredTrial(7, params, result.telemetry, evaluations=evaluations)
 
 
 @pytest.fixture(scope="module")
-def record(executor: Executor, tmp_path_factory: pytest.TempPathFactory) -> RecordedTrial:
+def record(executor: Executor, tmp_path_factory: pytest.TempPathFactory) -> StoredTrial:
     return recorded(executor, tmp_path_factory.mktemp("checkpoints") / "trial")
 
 
@@ -67,7 +67,7 @@ def test_trial_is_reproduced(executor: Executor, tmp_path: Path, stop_after: int
     assert found.cautions == (("The trial was resumed at step 3.",) if stop_after else ())
 
 
-def test_different_bit_of_a_metric(executor: Executor, record: RecordedTrial, tmp_path: Path) -> None:
+def test_different_bit_of_a_metric(executor: Executor, record: StoredTrial, tmp_path: Path) -> None:
     step, metrics = max(record.evaluations.items())
     task, of_task = next((name, of) for name, of in metrics.items() if isinstance(of, Mapping) and of)
     name, value = next(iter(of_task.items()))

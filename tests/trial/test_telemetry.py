@@ -15,8 +15,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.budget import TrainState
-from hpo.training.clock import TrainingClock
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import ThroughputMeter, TrainingClock
 from hpo.trial.telemetry import training_facts, training_flops
 
 PEAKS = {  # dense FLOP/s of the data sheets

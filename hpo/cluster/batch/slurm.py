@@ -5,6 +5,10 @@ process of the script. Slurm requeues a job after a preemption or a node failure
 then the worker asks for the requeue. The worker that sees the end of the study cancels the waiting jobs of
 its array.
 
+Without a container the worker replaces the shell of the job and receives its signals. A container has no
+Slurm commands. So the shell stays outside, forwards the signals, and afterwards runs the worker's request to
+run the job again. A container sees only mounted folders.
+
 The database's URL may contain a password. A job reads it from a file that only its owner may read.
 """
 
@@ -16,13 +20,13 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpo.cluster.batch.launch import REQUESTS, Launch
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.code import Code
 from hpo.config.allowed import ALLOW, DATA_DIR
@@ -30,6 +34,86 @@ from hpo.errors import HpoError, InputError, RunError
 from hpo.study.running.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
 from hpo.study.store.database import parse_url, storage_url
 from hpo.study.store.process import this_job
+
+REQUESTS = "HPO_SLURM_REQUESTS"
+"""Environment variable: file for the Slurm commands of a worker in a container."""
+
+# Python starts with USR1 ignored: until it installs its handler, the signal would kill it.
+_START = (
+    'trap "" USR1; python=$(command -v "$0") && [ -f "$python" ] && [ -x "$python" ] || '
+    '{ echo "hpo: --python must name a program%s on $SLURMD_NODENAME, but \\`$0\\` is no program." '
+    '>&2; exit 2; }; exec "$0" "$@"'
+)
+_CHECKED = (
+    'trap \'echo "hpo: the set-up script must succeed, but it ended with exit code $?. No worker starts." '
+    ">&2; exit 1' EXIT"
+)
+_FORWARD_SIGNALS = """\
+trap 'kill -USR1 "$worker"' USR1
+trap 'kill -TERM "$worker"' TERM
+while wait "$worker"; kill -0 "$worker" 2>/dev/null; do :; done
+wait "$worker"
+code=$?
+[ ! -f "$HPO_SLURM_REQUESTS" ] || sh "$HPO_SLURM_REQUESTS"
+exit $code"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The part of a job script without a study."""
+
+    setup: bytes | None = None  # text of a bash script to source first
+    python: str | None = None
+    """Python interpreter. None: this process's own, or `python3` of the container."""
+    apptainer: str | None = None  # container image for `apptainer exec`
+    pyxis: str | None = None  # container image for `srun --container-image`
+    mount: Sequence[str] = ()  # additional files and folders for the container
+
+    def __post_init__(self) -> None:
+        if self.apptainer and self.pyxis:
+            raise InputError("A job runs in one container, but got --apptainer and --pyxis. Leave one out.")
+        if self.mount and not (self.apptainer or self.pyxis):
+            raise InputError("--mount needs a container. Add --apptainer IMAGE or --pyxis IMAGE.")
+
+    def lines(self, worker: Sequence[str], folder: Path, paths: Iterable[Path]) -> list[str]:
+        """Return the lines of a bash script that end in the `worker`, which reads or writes `paths`."""
+        lines = []
+        if self.setup is not None:
+            lines += [_CHECKED, f"hpo_folder=$PWD; set -e; . {shlex.quote(str(folder / 'setup.sh'))}"]
+            lines += ['set +euo pipefail; trap - EXIT; cd "$hpo_folder"']
+        if not (self.apptainer or self.pyxis):
+            start = ["sh", "-c", _START % "", self.python or sys.executable, *worker]
+            return [*lines, f"exec {shlex.join(start)}"]
+        start = ["sh", "-c", _START % " in the container", self.python or "python3", *worker]
+        return [
+            *lines,
+            f'export {REQUESTS}={shlex.quote(str(folder))}/requests-"$SLURM_JOB_ID"; rm -f "${REQUESTS}"',
+            f"(exec {self._container(paths)} {shlex.join(start)}) & worker=$!",
+            _FORWARD_SIGNALS,
+        ]
+
+    def _container(self, paths: Iterable[Path]) -> str:
+        mounts = _outermost([*map(_existing, paths), *(Path(path).absolute() for path in self.mount)])
+        if self.apptainer:
+            bound = [argument for path in mounts for argument in ("--bind", path)]
+            return f'apptainer exec --nv {shlex.join(bound)} --pwd "$PWD" {shlex.quote(self.apptainer)}'
+        bound = [f"--container-image={self.pyxis}"]
+        bound += ["--container-mounts=" + ",".join(f"{path}:{path}" for path in mounts)]
+        # Since Slurm 22.05 a step must request the cores of its job again.
+        cores = '${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}'
+        return f'srun --ntasks=1 {cores} {shlex.join(bound)} --container-workdir="$PWD"'
+
+
+def _existing(path: Path) -> Path:
+    return path if os.access(path, os.F_OK) else _existing(path.parent)
+
+
+def _outermost(paths: Sequence[Path]) -> list[str]:
+    unique = dict.fromkeys(path for path in paths if path != Path("/"))
+    if wrong := [path for path in unique if set(str(path)) & {",", ":"}]:
+        raise InputError(f"The path of a mounted folder must have no `,` or `:`, but got {wrong[0]}.")
+    return [str(path) for path in unique if not unique.keys() & {*path.parents}]
+
 
 COMMAND_SECONDS = 60
 """Time limit of a Slurm command. Without its server, a command retries for minutes."""
@@ -42,8 +126,7 @@ _END_OF_JOB = (
 SIGNAL_LEAD = 120
 """Seconds between the warning and the time limit of a job; `--sbatch signal=B:USR1@S` changes it."""
 _NO_REQUEUE = "no-requeue"
-_NO_REQUEUE_SET = "HPO_NO_REQUEUE"
-"""Set in jobs without a requeue."""
+_NO_REQUEUE_SET = "HPO_NO_REQUEUE"  # set in jobs without a requeue
 _ARRAY = "HPO_SLURM_ARRAY"
 """The job's array, if all its workers are in one study. Other scripts may mix studies in an array."""
 _OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")
@@ -56,12 +139,9 @@ class WorkerArray:
     """An array of jobs with workers of one study."""
 
     study: str
-    storage: str
-    """URL of the database, or `@FILE` for a file with the URL."""
-    folder: Path
-    """Folder for the script, the logs and the URL, on a file system of all nodes."""
-    num_workers: int = 1
-    """Lower bound: every job has one worker for each of its GPUs."""
+    storage: str  # URL of the database, or `@FILE` for a file with the URL
+    folder: Path  # folder for the script, the logs and the URL, on a file system of all nodes
+    num_workers: int = 1  # lower bound: every job has one worker for each of its GPUs
     sbatch: Mapping[str, str | bool] = field(default_factory=dict)
     """Additional sbatch options without dashes; True for an option without a value."""
     trust_remote_code: bool = False
@@ -73,7 +153,6 @@ class WorkerArray:
 
     @property
     def workers_per_job(self) -> int:
-        """Number of GPUs of a job, or 1 on the CPU."""
         others = [name for name in _OTHER_GPU_OPTIONS if name in self.sbatch]
         if others or "gpu" in str(self.sbatch.get("gres", "")):
             raise InputError(
@@ -109,7 +188,6 @@ class WorkerArray:
         return self.folder.absolute() / code.name
 
     def _paths(self) -> list[Path]:
-        """Return the absolute paths that a worker reads or writes."""
         url = parse_url(storage_url(self.storage))
         named = [*(self.allow or "").split(os.pathsep)]
         named += [str(value) for value in url.query.values()]  # a socket, certificates
@@ -119,7 +197,6 @@ class WorkerArray:
         return [Path(path) for path in named if path.startswith("/")]
 
     def script(self) -> str:
-        """Return the batch script."""
         if container := [name for name in self.sbatch if name.startswith("container")]:
             raise InputError(
                 "The container of a job must be given by --apptainer or --pyxis, so that signals reach its "
@@ -157,9 +234,8 @@ class WorkerArray:
         return "\n".join([*lines, ""])
 
     def submit(self) -> str:
-        """Submit the array and return its number.
-
-        Raises InputError if there is no Slurm, or if sbatch refuses an option.
+        """Submit the array and return its number. Raises InputError without Slurm, or if it refuses an
+        option.
         """
         self.folder.mkdir(parents=True, mode=0o700)
         if not self.storage.startswith("@"):
@@ -189,7 +265,6 @@ def seconds_of(limit: str) -> int | None:
 
 
 def job_folder(runs: Path, study: str) -> Path:
-    """Return a new path for the files of one submission."""
     return runs / study / f"slurm-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}-{os.getpid()}"
 
 
@@ -219,7 +294,6 @@ def _request(command: Sequence[str]) -> None:
 
 
 def _slurm(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Run a Slurm command and return its output."""
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False

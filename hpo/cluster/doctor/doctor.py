@@ -25,18 +25,18 @@ from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
-from hpo.study.reading.overview import say_damaged
 from hpo.study.reading.reader import read_study
 from hpo.study.store.failures import DATABASE_ERRORS, explain
-from hpo.study.store.foreign import in_state, is_foreign
-from hpo.study.store.lifecycle import checkpoint_config
-from hpo.study.store.optuna_internals import end_trial
-from hpo.study.store.orphans import (
+from hpo.study.store.foreign import (
     count_optuna_orphans,
     deleted_studies,
+    in_state,
+    is_foreign,
     remove_deleted,
     remove_optuna_orphans,
 )
+from hpo.study.store.lifecycle import checkpoint_config
+from hpo.study.store.optuna_internals import end_trial
 from hpo.study.store.storage import Storage, open_storage
 
 
@@ -46,8 +46,7 @@ class Finding:
 
     check: str
     problem: str
-    remedy: str = ""
-    """Effect of `mend`, or advice for the user."""
+    remedy: str = ""  # effect of `mend`, or advice for the user
     mend: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     mended: bool = False
 
@@ -71,14 +70,7 @@ class Finding:
 
 
 def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
-    """Yield the problems of all studies, or of `study` alone, in the database at `url` and on this host.
-
-    With `fix`, mend each problem before it is yielded, if possible.
-
-    Raises:
-        StorageError: there is no such database, it does not answer, or it has no such study.
-        HpoError: the database failed meanwhile.
-    """
+    """Yield the problems of all studies, or of `study`, and mend them if `fix`. Raises HpoError."""
     try:
         with open_storage(url, create=False) as storage:
             if study is not None:
@@ -95,7 +87,7 @@ def examine(url: str, runs_dir: Path, *, study: str | None = None, fix: bool = F
 def _lost_trials(storage: Storage, study: str | None) -> Iterator[Finding]:
     """Find RUNNING trials that no worker of the study made."""
     for name in [row.name for row in storage.read(storage.studies) if study in (None, row.name)]:
-        lost = in_state(name, "RUNNING").where(is_foreign(name))
+        lost = in_state(name, TrialState.RUNNING).where(is_foreign(name))
         for trial_id, number in storage.read(partial(_ids_and_numbers, lost)):
             yield Finding(
                 "lost trials",
@@ -140,7 +132,7 @@ def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterato
             config = checkpoint_config(row.name, json.loads(row.definition))
             check_allowed(row.name, checkpoint_path(config))
         except (ValueError, AttributeError, StorageError) as error:  # the definition is damaged
-            say_damaged(row.name, str(error))
+            yield Finding("checkpoints", f"Study {row.name}: its definition is damaged.", str(error))
             continue
         except InputError as error:
             yield Finding("checkpoints", f"Study {row.name}: its checkpoints were not examined.", str(error))
@@ -165,7 +157,7 @@ def _unread_checkpoints(
     storage: Storage, study: str, config: CheckpointConfig, folder: Path
 ) -> Iterator[Finding]:
     trial_folders = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
-    record = read_study(storage, study, brief=True)
+    record = read_study(storage, study)
     trials = {trial.number for trial in record.trials}
     ended = [
         Ended(trial.number, trial.values, trial.constraints, trial.outcome, trial.reason)

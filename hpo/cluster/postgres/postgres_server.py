@@ -7,12 +7,10 @@ Its folder contains:
     server.crt   certificate for `sslrootcert` in the URL, if other machines may connect
     lock         lock of the server's processes; its text is their host
 
-fsync stays on, so stored results survive a power failure. The role of the workers is no superuser, the
-superuser cannot connect, and a server on more than loopback refuses connections without TLS.
-
-Two servers on one data folder would destroy it. PostgreSQL's guard, a process id, does not reach the other
-hosts of a shared file system. So the server inherits a lock on a file. The kernel releases the lock when the
-last process of the server ends.
+The role of the workers is no superuser, the superuser cannot connect, and a server on more than loopback
+refuses connections without TLS. Two servers on one data folder would destroy it, and PostgreSQL's guard does
+not reach the other hosts of a shared file system. So the server inherits a lock on a file, which the kernel
+releases when the last process of the server ends.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import os
+import pwd
 import re
 import secrets
 import shlex
@@ -28,7 +27,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,16 +36,83 @@ from typing import IO, Any
 import psycopg
 import sqlalchemy as sa
 
-from hpo.cluster.postgres.programs import Programs, find_programs, server_user
 from hpo.errors import InputError, RunError, shorten
 from hpo.redaction import redact
 from hpo.study.store.database import URL_FROM_FILE, storage_url
 
+_INSTALLED_IN = ("lib/postgresql/*/bin", "pgsql-*/bin")  # folders under /usr on Debian and on Red Hat
+
+
+@dataclass(frozen=True)
+class Programs:
+    """A folder of PostgreSQL's programs, all of one version."""
+
+    folder: Path
+    version: tuple[int, ...]
+    user: Mapping[str, Any]  # options of `subprocess` for the server's user
+
+    def run(self, program: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a program as the server's user and wait for its end."""
+        return _run([self.folder / program, *arguments], **self.user, **options)
+
+
+def server_user(data: Path) -> dict[str, Any]:
+    """Return the options of `subprocess` for the user of the server: PostgreSQL refuses to run as root."""
+    if os.geteuid() != 0:
+        return {}
+    if data.exists() and (owner := data.stat()).st_uid:
+        return {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
+    for name in ("postgres", "nobody"):
+        try:
+            user = pwd.getpwnam(name)
+        except KeyError:
+            continue
+        return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+    raise InputError(
+        "PostgreSQL refuses to run as root, and this machine has neither a user `postgres` nor `nobody`. "
+        "Start the database as another user."
+    )
+
+
+def find_programs(user: Mapping[str, Any], major: int | None = None) -> Programs:
+    """Return the newest programs that `user` can run, of the `major` version if given. Raises InputError."""
+    folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+    folders += [folder for pattern in _INSTALLED_IN for folder in Path("/usr").glob(pattern)]
+    versions = {folder: version for folder in folders if (version := _version(folder, user))}
+    usable = {folder: version for folder, version in versions.items() if major in (None, version[0])}
+    if usable:
+        newest = max(usable, key=lambda folder: usable[folder])
+        return Programs((newest / "postgres").resolve().parent, usable[newest], user)
+    installed = ", ".join(f"{version[0]} in {folder}" for folder, version in versions.items()) or "none"
+    raise InputError(
+        f"PostgreSQL {major or ''} must be installed, but this machine has {installed}. Install it (Debian: "
+        "`apt-get install postgresql`; without root: conda's package `postgresql`, or a module of the "
+        "cluster), with the folder of `initdb` and `postgres` on the PATH."
+    )
+
+
+def _version(folder: Path, user: Mapping[str, Any]) -> tuple[int, ...]:
+    if not all(os.access(folder / name, os.F_OK) for name in ("initdb", "pg_ctl", "postgres")):
+        return ()
+    try:
+        output = _run([folder / "postgres", "--version"], **user).stdout
+    except OSError:
+        return ()
+    version = re.search(r"\(PostgreSQL\) (\d+(?:\.\d+)*)", output)
+    return tuple(map(int, version[1].split("."))) if version else ()
+
+
+def _run(command: Sequence[object], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program with English messages and without libpq's variables."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "HPO_"))}
+    options = {"env": {**kept, "LC_ALL": "C"}, "cwd": "/", **options}
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
+
+
 ROLE = DATABASE = "hpo"
 START_SECONDS = 600
 """Time limit of a start. After a crash the server first replays its log."""
-OTHER_SECONDS = 60.0
-"""Time limit for the answer of a server that another process has started."""
+OTHER_SECONDS = 60.0  # time limit for the answer of a server that another process has started
 STOP_SECONDS = 120
 
 _SETTINGS = """
@@ -67,10 +133,7 @@ tcp_user_timeout = 60s
 
 @dataclass(frozen=True)
 class Running:
-    """A live server."""
-
-    url: str
-    """URL with the password; empty: not written yet."""
+    url: str  # URL with the password; empty: not written yet
     host: str
     is_new: bool = False
 
@@ -79,7 +142,6 @@ class Running:
         return {"running": True, "url": redact(self.url), "host": self.host, "url_file": file}
 
     def text(self, folder: Path, runs: str = "runs") -> str:
-        """Describe the server for people."""
         facts = self.as_json(folder)
         return (
             f"The database in {folder} {runs} on {self.host}.\n"
@@ -110,12 +172,8 @@ class PostgresServer:
     def start(self, host: str = "127.0.0.1", port: int = 0) -> Running:
         """Start the server and wait for its answer; create the database if there is none.
 
-        Args:
-            host: address or name of this machine to listen on, or `0.0.0.0` for all. TLS is required unless
-                `host` is a loopback address.
-            port: 0: the previous port, or a free one.
-
-        Raises InputError if the folder, host or port cannot be used, RunError if the server does not start.
+        `host` is an address or name of this machine, or `0.0.0.0`. TLS is required unless it is a loopback
+        address. Port 0 is the previous port, or a free one. Raises InputError or RunError.
         """
         deadline = time.monotonic() + OTHER_SECONDS
         while True:
@@ -143,10 +201,8 @@ class PostgresServer:
         return Running(url, (self.folder / "lock").read_text().strip())
 
     def stop(self, mode: str = "fast") -> bool:
-        """Stop the server without waiting for its clients. Return False if none runs.
-
-        `mode` is the option of `pg_ctl`. Raises InputError if the server runs on another host, RunError if it
-        does not stop.
+        """Stop the server without waiting for its clients; return False if none runs. `mode`: see
+        `pg_ctl`.
         """
         running = self.running()
         if running is None:
@@ -168,10 +224,7 @@ class PostgresServer:
             raise RunError(f"The database in {self.folder} cannot be prepared: {_errors(done.stderr)}")
 
     def prepare(self) -> Programs:
-        """Create the database if there is none, and return its programs.
-
-        Raises InputError if the folder has other files, or if PostgreSQL is not installed.
-        """
+        """Create the database if there is none, and return its programs. Raises InputError."""
         files = {path.name for path in self.folder.iterdir()} - {"lock", "data.new"}
         if files and not self.data.exists():
             raise InputError(
@@ -330,7 +383,6 @@ def connection_problem(url: str) -> str:
 
 
 def write_secret(file: Path, text: str) -> None:
-    """Write a file atomically, readable by its owner alone."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # 0600
     with os.fdopen(handle, "w") as opened:
         opened.write(f"{text}\n")

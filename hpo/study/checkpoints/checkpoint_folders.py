@@ -1,8 +1,7 @@
 """The folder of a study's checkpoints: its database, and its use from several machines.
 
-Several databases may share one `runs/`, and `hpo copy` leaves two databases with the same study and the same
-checkpoints. So a file in the folder names the last database of the study, without its password. That database
-alone removes the checkpoints.
+Several databases may share one `runs/`, and `hpo copy` leaves two databases with the same checkpoints. So a
+file in the folder names the last database of the study. That database alone removes the checkpoints.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ _NOTE = "database"
 
 
 def noted_database(storage: Storage) -> str:
-    """Return a text that identifies the database.
-
-    The host and port of a private PostgreSQL change, so its system identifier is part of the text.
-    """
+    """Return a text that identifies the database. A private PostgreSQL changes its host and port."""
     url = parse_url(storage.url)
     path = sqlite_path(url)
     if path is not None:
@@ -35,7 +31,6 @@ def noted_database(storage: Storage) -> str:
 
 
 def note_database(folder: Path, storage: Storage) -> None:
-    """Note the study's database in the folder of its checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _NOTE).write_text(noted_database(storage))
 
@@ -65,8 +60,7 @@ class FolderCheckpoints:
     """The checkpoints of one trial in a possibly shared folder (a `CheckpointMirror`).
 
     A network file system may show a new checkpoint late on another machine. So the database holds the step of
-    the newest one, and the next worker waits for it. Without `checkpoint.location`, each machine has a folder
-    of its own, and a worker waits for no other machine's checkpoint.
+    the newest one, and the next worker waits for it.
     """
 
     wait_seconds = 20.0
@@ -98,7 +92,6 @@ class FolderCheckpoints:
             time.sleep(0.5)
 
     def sync(self, kept: Sequence[Path], _resume_key: str, *, is_last: bool = False) -> None:  # noqa: ARG002
-        """Note the newest of the kept checkpoints."""
         self._lease.saved_step = newest_step(kept, default=self._lease.saved_step)
 
 

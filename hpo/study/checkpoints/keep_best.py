@@ -17,7 +17,7 @@ from hpo.errors import CheckpointError
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.remote_store import RemoteStore
 from hpo.study.sampling.fronts import loss_signs, pareto_front
-from hpo.study.sampling.promotion import BUDGET_SPENT
+from hpo.study.store.studies import BUDGET_SPENT
 
 _logger = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ NUM_NONFINITE = 2
 
 
 class Ended(NamedTuple):
-    """An ended trial."""
-
     number: int
     values: Sequence[float] | None  # values of a complete trial, otherwise None
     constraints: Mapping[str, float]
@@ -39,8 +37,7 @@ def without_checkpoints(trials: Sequence[Ended], directions: Sequence[str], top_
     """Return the numbers of the trials without checkpoints.
 
     The first `top_k` by the first objective keep theirs: the Pareto front first, trials beyond the study's
-    limits last. So do the last non-finite trials, for `hpo diagnose`, and trials ended by the budget, because
-    somebody may raise it.
+    limits last. So do the last non-finite trials, for `hpo diagnose`, and trials ended by the budget.
     """
     complete = [trial for trial in trials if trial.values is not None]
     values = np.array([trial.values for trial in complete], dtype=float).reshape(-1, len(directions))
@@ -61,11 +58,7 @@ def keep_best_checkpoints(
     remote: RemoteStore | None = None,
     removed: set[int] | None = None,
 ) -> None:
-    """Remove all checkpoints of `without_checkpoints`, here and in the remote store if it answers.
-
-    Args:
-        removed: trials of earlier calls; this call adds its own.
-    """
+    """Remove all checkpoints of `without_checkpoints`, here and in the store, and note them in `removed`."""
     removed = set() if removed is None else removed
     directions = [direction.name.lower() for direction in study.directions]
     # With one objective, a trial never becomes one of the best again.

@@ -47,10 +47,7 @@ _S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attemp
 
 
 class RemoteStore:
-    """The checkpoints of studies at one location. A folder under `runs/` identifies a trial.
-
-    Every method raises CheckpointError if the store does not answer.
-    """
+    """The checkpoints of studies at one location. Every method may raise CheckpointError."""
 
     def __init__(self, location: str, filesystem: Any, root: str) -> None:
         self.location = location
@@ -70,9 +67,8 @@ class RemoteStore:
             raise CheckpointError(f"{what} {self.location}: {why}") from error
 
     def list(self, folder: Path, key: str | None = None, *, whole: bool = True) -> dict[str, dict[str, int]]:
-        """Return the file sizes of each checkpoint of a trial, by its name there, oldest first.
-
-        Without `whole`, incomplete checkpoints are listed too.
+        """Return the file sizes of a trial's checkpoints by name, oldest first; unless `whole`, incomplete
+        too.
         """
         base = self._path(folder)
         sizes: dict[str, dict[str, int]] = defaultdict(dict)
@@ -84,7 +80,6 @@ class RemoteStore:
         return {name: files for name, files in sizes.items() if not whole or len(files) == len(FILES)}
 
     def upload(self, path: Path, key: str, folder: Path) -> None:
-        """Upload a checkpoint unless the store has it."""
         name = f"{path.name}-{_digest(key)}"
         stored = self.list(folder, key, whole=False).get(name, {})
         if stored == {file: (path / file).stat().st_size for file in FILES}:
@@ -125,7 +120,6 @@ class RemoteStore:
                 self._filesystem.rm(f"{self._path(folder)}/{name}", recursive=True)
 
     def trials(self, study_folder: Path) -> set[int]:
-        """Return the numbers of a study's trials with checkpoints in the store."""
         base = f"{self._root}/{study_folder.name}"
         with self._errors("checkpoints cannot be listed in"):
             paths = self._filesystem.find(base)
@@ -156,7 +150,6 @@ class RemoteCheckpoints:
         self._stop = stop
 
     def names(self, kind: str, resume_key: str) -> Sequence[str]:
-        """Return the complete checkpoints for this key."""
         names = self._until_it_answers(lambda: self._store.list(self._folder, resume_key))
         return [name[: -len("-9f8e7d6c5b4a")] for name in names if name.startswith(kind)]
 
@@ -198,10 +191,7 @@ class RemoteCheckpoints:
 def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> RemoteStore | None:
     """Return the store of a study, or None if its checkpoints are in a folder, which is created.
 
-    Args:
-        create: for a new study: create and mark the store.
-
-    Raises InputError if the store cannot be used. No answer now is no error.
+    `create` marks the store of a new study. Raises InputError if it cannot be used, not if it is silent now.
     """
     location = config.location
     if location is None:
@@ -234,12 +224,7 @@ def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> Remo
 
 
 def remove_uploads(config: CheckpointConfig, folder: Path, noted: str) -> str:
-    """Remove a deleted study's uploaded checkpoints; return a sentence about it.
-
-    Args:
-        folder: the checkpoints on this machine.
-        noted: the study's database (`noted_database`).
-    """
+    """Remove a deleted study's uploaded checkpoints from the bucket; return a sentence about it."""
     if not config.is_remote:
         return ""
     if not is_of(folder, noted):

@@ -1,11 +1,9 @@
 """Device time of a study with a budget: the time spent, and the trials that may still begin.
 
 With each heartbeat and each evaluation, a worker writes the time of its trial into the row of its claim.
-Workers on one device each count their part. The sum over the rows is the time spent.
-
-When the budget is spent, a trial stops at its next evaluation with a checkpoint. It is PRUNED with the reason
-`BUDGET_SPENT`, and continues if the budget is raised. The planner (`hpo.study.sampling.forecast`) decides if
-another trial begins.
+Workers on one device each count their part. When the sum has reached the budget, a trial stops at its next
+evaluation with a checkpoint. It is PRUNED with the reason `BUDGET_SPENT`, and continues if the budget is
+raised. The planner (`hpo.study.sampling.forecast`) decides if another trial begins.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ class DeviceClock:
         self._lock = threading.Lock()
 
     def seconds(self) -> float:
-        """Return the device-seconds so far."""
         with self._lock:  # the thread of heartbeats calls it too
             now = time.monotonic()
             self._seconds += (now - self._last) * self._num_devices / self.num_sharing
@@ -67,7 +64,6 @@ class StudyBudget:
         self._ended: list[FrozenTrial] = []  # ended trials before their measurement
 
     def add_ended(self, trial: FrozenTrial) -> None:
-        """Add an ended trial. It is measured once."""
         self._ended.append(trial)
 
     def seconds(self, connection: sa.Connection) -> float:
@@ -83,7 +79,6 @@ class StudyBudget:
         return self.seconds(connection) - (connection.execute(total).scalar() or 0.0)
 
     def is_spent(self, connection: sa.Connection) -> bool:
-        """Return true if no device time is left."""
         return self.left(connection) <= 0
 
     def forecast(
@@ -94,14 +89,7 @@ class StudyBudget:
         num_waiting: int,
         most: int,
     ) -> Forecast:
-        """Forecast the rest of the study: the new trials within its budget, and all remaining runs.
-
-        Args:
-            rungs: the trials at each rung, for a promoting pruner.
-            begun: unfinished trials after their first start: running, paused, or without a worker.
-            num_waiting: number of waiting retries.
-            most: largest number of new trials. The budget may allow fewer.
-        """
+        """Forecast the rest of the study, with at most `most` new trials. `begun` are unfinished trials."""
         cost = self._cost(connection, [trial for trial in begun if is_paused(trial)])
         left = self.left(connection)
         if cost is not None:
@@ -122,7 +110,6 @@ class StudyBudget:
     def _measure(
         self, connection: sa.Connection, trials: Sequence[FrozenTrial]
     ) -> Iterator[tuple[FrozenTrial, Measured]]:
-        """Measure the trials that trained to a rung, to their end or to a failure."""
         trained = [trial for trial in trials if trial.intermediate_values or trial.values or is_paused(trial)]
         rows = self._rows(connection, trained)
         for trial in trained:

@@ -8,16 +8,16 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
-from hpo.study.sampling.promotion import BUDGET_SPENT, PAUSED_ATTR, is_paused, rungs_of
-from hpo.study.store.foreign import in_state, is_foreign
+from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused, rungs_of
 from hpo.study.store.lifecycle import read_state
-from hpo.study.store.optuna_internals import end_trial, is_unfinished, reopen_trial, trial_id_of
-from hpo.study.store.optuna_tables import trials, user_attributes
+from hpo.study.store.optuna_internals import end_trial, is_unfinished, trial_id_of
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import BUDGET_SPENT
 
 CANCELLED = "the study was cancelled"
-NOT_PROMOTED = "it did not continue: other trials were better after as much training, or the study ended."
+FALLEN_BEHIND = "it did not continue: enough other trials were better after as much training."
+NOT_PROMOTED = "it was paused when the study ended, and not among the best at its rung."
 
 
 def is_unchanged(study: str, trial: FrozenTrial, owner: str | None) -> sa.ColumnElement[bool]:
@@ -69,10 +69,7 @@ def end_unclaimed(
 
 
 def end_unfinished(storage: Storage, name: str) -> int:
-    """End the unfinished trials of a cancelled study that have no live worker; return their number.
-
-    Trials at a rung end as PRUNED. The others are given up (`end_unclaimed`).
-    """
+    """End the unfinished trials of a cancelled study that have no live worker; return their number."""
     if read_state(storage, name) != "cancelled" or not storage.has_study(name):
         return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
@@ -93,23 +90,6 @@ def end_unfinished(storage: Storage, name: str) -> int:
         )
 
     return storage.write(end) if unfinished else 0
-
-
-def reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:
-    """Let trials run again after their study's budget, which had ended them, was raised.
-
-    They keep their numbers, curves and checkpoints, and trials at a rung are paused again. Optuna's storage
-    reads the end of a trial once. So a worker that has already read these ends leaves the trials to workers
-    that start later, and begins other trials meanwhile.
-    """
-    reason = (
-        user_attributes.c.key == "outcome_reason",
-        user_attributes.c.value_json == json.dumps(BUDGET_SPENT),
-    )
-    pruned = in_state(study, "PRUNED").where(~is_foreign(study))
-    ended = pruned.join(user_attributes, user_attributes.c.trial_id == trials.c.trial_id).where(*reason)
-    for row in connection.execute(ended).all():
-        reopen_trial(connection, row.trial_id, ("outcome", "outcome_reason"))
 
 
 def give_up(connection: sa.Connection, trial: FrozenTrial, outcome: Outcome, reason: str) -> bool:

@@ -1,7 +1,7 @@
 """The right of one worker to run one trial, and the changes of the trial that need this right.
 
-Each change is one transaction, which first locks the claim's row. So a worker without its lease stores
-nothing, and a killed worker leaves either the state before or after a change.
+Each change is one transaction, which first locks the claim's row. A killed worker leaves either the state
+before or after a change.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class Lease:
 
     @property
     def number(self) -> int:
-        """Number of the trial."""
         return int(self.row.trial_number)
 
     @property
@@ -100,7 +99,6 @@ class Lease:
 
     @property
     def active_seconds(self) -> float:
-        """Seconds of the trial with a worker, until now."""
         return float(self.row.active_seconds + time.monotonic() - self._started)
 
     def check(self) -> None:
@@ -128,15 +126,13 @@ class Lease:
             self.check()
 
     def is_budget_spent(self) -> bool:
-        """Return true if the study has spent its budget."""
         return self.budget is not None and self.storage.read(self.budget.is_spent)
 
     def store_params(self) -> None:
         """Make sure that the database has the suggested parameters of the trial.
 
         Optuna keeps an already stored parameter, such as one of a worker without its lease. A server in an
-        older state, after a failover, lacks some. Raises LeaseLostError if the stored parameters differ or
-        another worker has the trial.
+        older state, after a failover, lacks some. Raises LeaseLostError if the stored parameters differ.
         """
         self.storage.persist(self._store_params)
 
@@ -159,15 +155,11 @@ class Lease:
             raise LeaseLostError(f"Trial {self.number} is gone: its study was deleted.") from error
 
     def report(self, evaluation: EvaluationRow, index: int, value: float | None) -> bool:
-        """Store one evaluation of the trial and return true if the pruner would stop the trial.
+        """Store one evaluation and return true if the pruner would stop the trial. Raises LeaseLostError.
 
-        Evaluations of this and later steps are deleted: they are of a dead worker, after the checkpoint from
-        which the trial continued. Raises LeaseLostError, and stores nothing, if another worker has the trial.
-
-        Args:
-            index: counts the trial's evaluations. It is Optuna's `step`, so that pruners compare trials of
-                different batch sizes at the same share of their budget.
-            value: the objective. Optuna gets it if it is finite and the only objective.
+        Evaluations of this and later steps are of a dead worker and are deleted. `index` counts the
+        evaluations. It is Optuna's `step`, so that pruners compare trials of different batch sizes at the
+        same share of their budget.
         """
         return self.storage.persist(lambda: self._report(evaluation, index, value))
 
@@ -190,11 +182,7 @@ class Lease:
         return study.pruner.prune(study, self.storage.optuna.get_trial(trial_id))
 
     def pause(self, rung: float, values: Sequence[float]) -> None:
-        """Note that the trial is at a rung. The worker keeps it until its checkpoint is written.
-
-        A worker that dies in between leaves a paused trial. It continues from an older checkpoint, and its
-        broken limits are unknown until its end.
-        """
+        """Note that the trial is at a rung. The worker keeps it until its checkpoint is written."""
         stored = self.storage.persist(self._stored)
         self._rung, self._rungs = rung, {**stored.user_attrs.get(RUNGS_ATTR, {})}
         self._note_rung({"values": json_safe(list(values)), "constraints": {}})
@@ -221,12 +209,8 @@ class Lease:
             self.storage.write(lambda connection: self.hold(connection, owner=None))
 
     def end(self, result: TrialResult, retry: Mapping[str, Any] | None = None) -> None:
-        """End the trial.
-
-        Raises LeaseLostError if another worker has the trial, or another program has ended it.
-
-        Args:
-            retry: user attributes of a new trial that retries the same parameters; None: no retry.
+        """End the trial. `retry`: user attributes of a trial that tries the same again. Raises
+        LeaseLostError.
         """
         self.storage.persist(lambda: self._end(result, retry))
 

@@ -11,16 +11,12 @@ the whole state, so a worker may be killed anywhere:
     any other state           ended
 
 A worker reads all trials, decides, and claims by one conditional change: the trial must still have the owner
-of the snapshot. A trial is made, or started, in the transaction that counts the trials of the study.
-
-On one machine the others see at once that a worker's process is gone; elsewhere its lease runs out. Optuna's
+of the snapshot. A trial is made, or started, in the transaction that counts the trials of the study. Optuna's
 heartbeat does not serve: it runs only inside `study.optimize`, ends for good after a restart of the database,
 and fails a trial instead of continuing it.
 
-A configuration that kills its process (out of memory, a segmentation fault) would be taken over for ever, but
-most deaths are not its fault: a lost node, `kill -9`. So a trial ends as `crashed` only after `MAX_DEATHS`
-deaths of its workers in a row without progress. The next worker of the trial counts the death in the
-transaction of its claim. A worker that lost its GPU counts its own.
+A trial ends as `crashed` after `MAX_DEATHS` deaths of its workers in a row without progress. The next worker
+of the trial counts the death in the transaction of its claim. A worker that lost its GPU counts its own.
 """
 
 from __future__ import annotations
@@ -41,15 +37,12 @@ from hpo.config.sections import NOT_SHARED
 from hpo.errors import LeaseLostError, OutageError, StoppedError, StorageError
 from hpo.outcome import Outcome, TrialResult
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.claims.ending import NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
+from hpo.study.claims.ending import FALLEN_BEHIND, NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
 from hpo.study.claims.lease import Lease as Lease
-from hpo.study.claims.runnable import known_params
-from hpo.study.claims.snapshot import Snapshot, Watch, num_trials_of_points
+from hpo.study.claims.snapshot import Snapshot, Watch, known_params, num_trials_of_points
 from hpo.study.claims.workers import Membership
-from hpo.study.sampling.earlier import SOURCE_ATTR
 from hpo.study.sampling.points import Point, point_key, unused_points
 from hpo.study.sampling.promotion import (
-    BUDGET_SPENT,
     PAUSED_ATTR,
     RESUMED_ATTR,
     RUN_ATTRS,
@@ -69,9 +62,9 @@ from hpo.study.store.optuna_internals import (
 )
 from hpo.study.store.schema import claims, evaluations, studies, workers
 from hpo.study.store.storage import is_stored, num_open
+from hpo.study.store.studies import BUDGET_SPENT, SOURCE_ATTR
 
-MAX_REFUSALS = 20
-"""After this many failed claims of an unchanged trial, the cause is no faster worker."""
+MAX_REFUSALS = 20  # after this many failed claims of an unchanged trial, the cause is no faster worker
 
 _logger = logging.getLogger(__name__)
 
@@ -81,10 +74,7 @@ Change = Callable[[sa.Connection], sa.Row[Any] | None]
 
 @dataclass(eq=False)
 class WorkerLease(Membership):
-    """A worker that claims trials of a study and runs them.
-
-    At the end of the block, a claimed trial is released for another worker.
-    """
+    """A worker that claims trials of a study and runs them. The end of the block releases its trial."""
 
     _: KW_ONLY
     max_retries: int
@@ -131,7 +121,7 @@ class WorkerLease(Membership):
             points = self.read_points() if self.read_points else None
             seen = self._watch.read(self.id, self.runnable, points)
             self._warn_of_hosts(seen.hosts)
-            self._end(seen.fallen_behind, seen, NOT_PROMOTED)
+            self._end(seen.fallen_behind, seen, FALLEN_BEHIND)
             trial = next(self._candidates(seen), None)
             if trial is not None:
                 row = seen.rows.get(trial.number)
@@ -162,7 +152,6 @@ class WorkerLease(Membership):
             _logger.warning("Workers of %s are in the study. %s", ", ".join(sorted(hosts)), NOT_SHARED)
 
     def _candidates(self, seen: Snapshot) -> Iterator[FrozenTrial]:
-        """Yield the trials that this worker may claim, in the order of preference."""
         if seen.is_spent:
             return
         for group in (seen.free, seen.promoted):
@@ -193,10 +182,7 @@ class WorkerLease(Membership):
         give_up(connection, trial, Outcome.FAILED, why)
 
     def _claim(self, change: Change) -> Lease | None:
-        """Make a claim in one transaction; return None if there is none or the database is away.
-
-        Then the caller reads again: a claim with a lost answer is a trial of this worker.
-        """
+        """Make a claim in one transaction; return None if there is none or the database is away."""
 
         def claim() -> sa.Row[Any] | None:
             with self._storage.engine.connect() as connection, connection.begin() as transaction:
@@ -280,7 +266,6 @@ class WorkerLease(Membership):
     def _begin(
         self, connection: sa.Connection, seen: Snapshot, points: Sequence[Point] | None
     ) -> sa.Row[Any] | None:
-        """Begin a new trial; return None if the study has none left for this worker."""
         if not self._locks_open_study(connection) or num_open(connection, self._name) <= 0:
             return None
         if points is None:
@@ -295,7 +280,6 @@ class WorkerLease(Membership):
     def _next_published(
         self, connection: sa.Connection, seen: Snapshot
     ) -> tuple[Point | None, dict[str, str]]:
-        """Return the next configuration of the portfolio and its user attribute, unless enough were tried."""
         allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
         if all(point_key(point) in self._tried for point, _ in allowed):
             return None, {}
@@ -323,10 +307,7 @@ class WorkerLease(Membership):
         return connection.execute(sa.insert(claims).values(**values, point=key).returning(claims)).one()
 
     def _death(self, connection: sa.Connection, row: sa.Row[Any]) -> dict[str, int]:
-        """Return the changes of a claim after the death of its worker.
-
-        A checkpoint after the worker's last heartbeat does not count as progress.
-        """
+        """Return the changes of a claim after its worker's death. An unreported checkpoint is no progress."""
         if connection.execute(sa.select(workers.c.id).where(workers.c.id == row.owner)).first() is None:
             return {}  # the database lost the worker's row, see `Membership`
         last_evaluation = sa.select(sa.func.max(evaluations.c.step)).where(
@@ -339,7 +320,6 @@ class WorkerLease(Membership):
     # Ends
 
     def _end(self, trials: Sequence[FrozenTrial], seen: Snapshot, reason: str) -> None:
-        """End trials without a worker, unless another worker was faster."""
         for trial in trials:
             owner = seen.rows[trial.number].owner
             self._storage.write(lambda it: end_unclaimed(it, self._name, trial, owner, reason))  # noqa: B023
@@ -359,7 +339,6 @@ class WorkerLease(Membership):
             self._storage.write(lambda it: it.execute(change))
 
     def release(self, lease: Lease, result: TrialResult | None = None) -> None:
-        """Release a trial for the next worker. With `result`, it has paused."""
         lease.release(result)
         self._lease = None
 
@@ -379,10 +358,9 @@ class WorkerLease(Membership):
         self._lease = None
 
     def record_outcome(self, lease: Lease, result: TrialResult) -> None:
-        """Store the outcome of a trial's run.
+        """Store the outcome of a trial's run. Raises LeaseLostError, and stores nothing, without the lease.
 
-        A `preempted` or `paused` trial stays RUNNING without a worker. A `failed` one gets a retry, at most
-        `max_retries` times. Raises LeaseLostError, and stores nothing, if another worker has the trial.
+        A `preempted` or `paused` trial stays RUNNING without a worker. A `failed` one may get a retry.
         """
         if result.outcome in (Outcome.PREEMPTED, Outcome.PAUSED):
             self.release(lease, result if result.outcome == Outcome.PAUSED else None)

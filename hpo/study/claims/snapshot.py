@@ -1,7 +1,7 @@
 """Trials of a study at one moment for one worker: free, running, paused, waiting.
 
-Optuna's trials are read before the claims, on a connection of their own. A trial is claimed only if it is
-still unchanged.
+A worker's device may lack precisions of the study (`Runnable`). Optuna's trials are read before the claims,
+on a connection of their own. A trial is claimed only if it is still unchanged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,47 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.precision.table import PRECISION, named_choices
 from hpo.study.claims.budget import StudyBudget
-from hpo.study.claims.runnable import Runnable, known_params
-from hpo.study.sampling.infeasible import Choice, Failures, choices_of
+from hpo.study.sampling.feasible_sampler import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import Promotion, Rung, Standings, check_attributes, is_paused
 from hpo.study.store.optuna_internals import read_trials
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, num_begun, num_open
+
+
+def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
+    """Return the parameters of a trial, including fixed ones before their suggestion."""
+    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """Test of parameters: a device without some precisions can run the trial."""
+
+    precisions: Sequence[str] = ()  # all precisions of the study; empty: the device decides
+    left_out: frozenset[str] = frozenset()  # precisions missing on the device, by `choice_name`
+
+    def __call__(self, params: Mapping[str, Any]) -> bool:
+        """Return true if the device can run a trial with these parameters. Some may be missing."""
+        return any(self.left_out.isdisjoint(names) for names in self._needs(params))
+
+    def lacks(self, unfinished: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Return the precisions that the device lacks and trials with these parameters may need."""
+        needs = (names for params in unfinished for names in self._needs(params))
+        needed = self.left_out & {name for names in needs for name in names}
+        ordered = [name for name in self.precisions if name in needed]
+        return (*ordered, *sorted(needed.difference(self.precisions)))
+
+    def _needs(self, params: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+        own = named_choices(params)
+        if PRECISION in params or not self.precisions:
+            return [own]
+        return [[name, *own] for name in self.precisions]
+
+
+EVERYTHING = Runnable()
 
 DEATH_CHECK_SECONDS = 1.0
 """Time between two checks for dead workers. With many workers, each checks less often."""
@@ -86,18 +119,15 @@ class Watch:
         self._next_death_check = -math.inf
 
     def read(self, worker: str, runnable: Runnable, points: Sequence[Point] | None) -> Snapshot:
-        """Read the study for a worker.
+        """Read the study for a worker that can run `runnable` trials.
 
-        Args:
-            runnable: trials that the worker can run.
-            points: configurations of a grid or a comparison; None: the sampler proposes.
+        `points` are the configurations of a grid or a comparison; None: the sampler proposes.
         """
         trials = {one.number: one for one in self._storage.persist(lambda: read_trials(self._study))}
         unfinished = self._unfinished_of(trials)
         return self._storage.read(lambda it: self._read(it, trials, unfinished, worker, runnable, points))
 
     def _unfinished_of(self, trials: Mapping[int, FrozenTrial]) -> list[FrozenTrial]:
-        """Return the unfinished trials; add newly ended trials to the standings."""
         known = [trials[number] for number in self._unfinished if number in trials]
         new = [trial for number, trial in trials.items() if number > self._last_seen]
         unfinished = []
@@ -168,7 +198,6 @@ class Watch:
         return seen
 
     def _check_for_dead(self, connection: sa.Connection, others: set[str]) -> None:
-        """Note the dead ones of these workers, with or without a trial."""
         if not others or time.monotonic() < self._next_death_check:
             return
         pause = DEATH_CHECK_SECONDS * max(1.0, len(others) / DEATH_CHECKS_AT_ONCE)
@@ -205,7 +234,6 @@ class Watch:
 
 
 def num_trials_of_points(connection: sa.Connection, study: str) -> dict[str, int]:
-    """Count the trials of a study at each point, by its `point_key`."""
     counted = (claims.c.study == study, claims.c.counts, claims.c.point.is_not(None))
     query = sa.select(claims.c.point, sa.func.count()).where(*counted).group_by(claims.c.point)
     return {row[0]: row[1] for row in connection.execute(query)}

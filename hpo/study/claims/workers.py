@@ -18,16 +18,15 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.errors import HpoError, OutageError, StoppedError, StorageError
 from hpo.json_safe import json_safe
 from hpo.study.claims.lease import Lease
-from hpo.study.claims.runnable import EVERYTHING, Runnable
+from hpo.study.claims.snapshot import EVERYTHING, Runnable
+from hpo.study.store.database import ADVICE
 from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import study_state
 from hpo.study.store.process import process_start, this_job, this_machine
 from hpo.study.store.schema import claims, workers
-from hpo.study.store.sqlite_disk import ADVICE
 from hpo.study.store.storage import Storage
 
-BEAT_SECONDS = 2.0
-"""Time between two heartbeats, which also report the trial's progress."""
+BEAT_SECONDS = 2.0  # time between two heartbeats, which also report the trial's progress
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +79,6 @@ class Membership:
         return self
 
     def _register(self) -> None:
-        """Add this worker's row, with the next number."""
         storage, name = self._storage, self._name
         with storage.exclusive() as connection:
             # An existing row is of a committed attempt whose answer was lost.
@@ -130,7 +128,6 @@ class Membership:
             self._register()  # for example after a failover to an older state
 
     def _renew_claim(self, connection: sa.Connection) -> str | None:
-        """Renew the lease of the trial; return its progress as JSON."""
         lease = self._lease
         if lease is None:
             return None
@@ -143,7 +140,6 @@ class Membership:
         return json.dumps(json_safe({**asdict(lease.progress), "trial": lease.number}))
 
     def _num_sharing(self, connection: sa.Connection) -> int:
-        """Count the live workers with a trial on this device; at least this one."""
         if self.device is None:
             return 1
         here = (workers.c.machine == this_machine(), workers.c.device == self.device)

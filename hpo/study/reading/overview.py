@@ -5,38 +5,28 @@ The database adds up the numbers in a few queries, because `reader` takes second
 
 from __future__ import annotations
 
-import json
-import logging
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
 
-from hpo.config.study_file import show
 from hpo.study.store.database import snapshot
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, count_trials
 
-_logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class StudyOverview:
-    """Numbers of a study."""
-
     name: str
-    state: str
-    """`open`, `paused`, `cancelled`; `done` if it is open and all trials have ended."""
+    state: str  # `open`, `paused`, `cancelled`; `done` if it is open and all trials have ended
     trials: dict[str, int]
     """`open`, `running`, `done`, `paused` if any, and the `total`. `open` includes trials of dead workers."""
     workers: int
     created: float
-    now: float
-    """Seconds since 1970 by the database's clock, like `created`."""
+    now: float  # seconds since 1970 by the database's clock, like `created`
 
     def as_json(self) -> dict[str, Any]:
         created = datetime.fromtimestamp(self.created, UTC).isoformat(timespec="seconds")
@@ -53,37 +43,19 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             alive = storage.heard_workers(connection)
             counts = _counts(connection, alive)
         num_workers = Counter(worker.study for worker in alive.values())
-        overviews = []
-        for row in rows:
-            trials = counts[row.name]
-            unfinished = sum(trials.values()) - trials["done"]
-            try:
-                json.loads(row.definition)  # raises if the row is damaged
-                overview = StudyOverview(
-                    name=row.name,
-                    state="done" if row.state == "open" and not unfinished else row.state,
-                    trials={**trials, "total": sum(trials.values())},
-                    workers=num_workers[row.name],
-                    created=min(row.created, now),
-                    now=now,
-                )
-            except (ValueError, TypeError) as error:
-                say_damaged(row.name, f"{type(error).__name__}: {error}")
-            else:
-                overviews.append(overview)
-        return overviews
+        return [_overview(row, counts[row.name], num_workers[row.name], now) for row in rows]
 
     return storage.persist(read)
 
 
-@lru_cache(maxsize=1024)
-def say_damaged(name: str, reason: str) -> None:
-    """Log once that the row of a study is unreadable."""
-    _logger.warning("The study %s is left out: its row is damaged (%s).", show(name), reason)
+def _overview(row: sa.Row[Any], trials: dict[str, int], num_workers: int, now: float) -> StudyOverview:
+    total = sum(trials.values())
+    state = "done" if row.state == "open" and trials["done"] == total else row.state
+    created = min(row.created, now)
+    return StudyOverview(row.name, state, {**trials, "total": total}, num_workers, created, now)
 
 
 def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
-    """Count the trials of each study that are `open`, `running`, `done` and, if any, `paused`."""
     counts = count_trials(connection)
     query = sa.select(claims.c.study, claims.c.owner).where(claims.c.owner.is_not(None))
     for study, owner in connection.execute(query):

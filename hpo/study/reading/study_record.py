@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
-from hpo.errors import StorageError, shorten
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.study.sampling.fronts import loss_signs, pareto_front
@@ -21,99 +18,33 @@ from hpo.study.sampling.promotion import is_at_rung
 from hpo.study.store.schema import EvaluationRow
 
 
-class StoredJson(Mapping[str, Any]):
-    """A JSON object of the database, decoded at its first use."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    @cached_property
-    def _content(self) -> dict[str, Any]:
-        try:
-            content = json.loads(self._text)
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise StorageError(
-                f"The database must have a JSON object here, but has `{shorten(self._text, 60)}`. "
-                "Somebody has changed the record of a trial."
-            )
-        self._text = ""
-        return content
-
-    def __getitem__(self, key: str) -> Any:
-        return self._content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._content)
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-    # The inherited methods of `Mapping` are several times as slow.
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._content.get(key, default)
-
-    def items(self) -> ItemsView[str, Any]:
-        return self._content.items()
-
-
-_NOT_READ = "this part of the trial was not read; call `read_study` without `brief`."
-
-
-class NotRead(Mapping[str, Any]):
-    """An unread part of a trial (`reader.read_study`). Its length may be known."""
-
-    def __init__(self, length: int | None = None) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise RuntimeError(_NOT_READ)
-        return self._length
-
-    def __getitem__(self, key: str) -> Any:
-        raise RuntimeError(_NOT_READ)
-
-    def __iter__(self) -> Iterator[Any]:
-        raise RuntimeError(_NOT_READ)
-
-
-NOT_READ = NotRead()
-
-
 @dataclass(frozen=True)
 class TrialRecord:
     """One Optuna trial."""
 
     number: int
-    state: str
-    """Optuna's state: RUNNING, WAITING, COMPLETE, PRUNED or FAIL."""
+    state: str  # Optuna's state: RUNNING, WAITING, COMPLETE, PRUNED or FAIL
     outcome: str
     """Stored outcome, or the state in small letters. A RUNNING trial is `running`, `paused` at a rung, or
     `preempted` if no worker has it."""
     reason: str
     params: Mapping[str, Any]
-    values: tuple[float, ...] | None
-    """One for each objective of a COMPLETE trial, else None."""
+    values: tuple[float, ...] | None  # one for each objective of a COMPLETE trial, else None
     started: datetime | None
-    ended: datetime | None
-    """Both UTC, with their time zone."""
+    ended: datetime | None  # both UTC, with their time zone
     seconds: float | None
     attributes: dict[str, Any]
     """User attributes but the telemetry; `worker` is the last worker that had the trial."""
     constraints: Mapping[str, float] = field(default_factory=dict)
     """Optuna's: of the study's limits, and `limits.FEASIBLE`."""
     telemetry: Mapping[str, Any] = field(default_factory=dict)
-    evaluations: Sequence[EvaluationRow] | NotRead = ()
-    trained_seconds: float | None = None
-    """Seconds of training at its last evaluation; None: there is none."""
+    evaluations: Sequence[EvaluationRow] = ()
+    trained_seconds: float | None = None  # seconds of training at its last evaluation; None: there is none
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Detailed evaluations of its best checkpoint by split, as JSON."""
 
     @property
     def active_seconds(self) -> float | None:
-        """Seconds with a worker, without pauses."""
         active: float | None = self.attributes.get("active_seconds")
         return self.seconds if active is None else active
 
@@ -126,15 +57,12 @@ class WorkerRecord:
     host: str
     pid: int
     last_seen: datetime
-    alive: bool
-    """True if its heartbeat is recent, see `Storage.heard_workers`."""
+    alive: bool  # true if its heartbeat is recent, see `Storage.heard_workers`
     trial_number: int | None
     number: int = 0
-    device: str | None = None
-    """`DeviceInfo.device_id` of its device."""
+    device: str | None = None  # `DeviceInfo.device_id` of its device
     job: str | None = None
-    silent_seconds: float = 0.0
-    """Seconds since its last heartbeat, by the database's clock."""
+    silent_seconds: float = 0.0  # seconds since its last heartbeat, by the database's clock
 
 
 @dataclass(frozen=True)
@@ -143,10 +71,8 @@ class StudyRecord:
 
     name: str
     metric_names: tuple[str, ...]
-    directions: tuple[str, ...]
-    """`minimize` or `maximize` for each metric."""
-    definition: dict[str, Any]
-    """The study file, without its path."""
+    directions: tuple[str, ...]  # `minimize` or `maximize` for each metric
+    definition: dict[str, Any]  # the study file, without its path
     trials: list[TrialRecord]
     workers: list[WorkerRecord]
     counts: dict[str, int]
@@ -154,12 +80,10 @@ class StudyRecord:
 
     Trials of dead workers count as `open`; they are `preempted`.
     """
-    state: str = "open"
-    """`open`, `paused` or `cancelled`."""
+    state: str = "open"  # `open`, `paused` or `cancelled`
     spent: Mapping[int, float] = field(default_factory=dict)
     """Device-seconds by the trial's number, if the study has a budget."""
-    num_foreign_running: int = 0
-    """Number of RUNNING foreign trials."""
+    num_foreign_running: int = 0  # number of RUNNING foreign trials
     num_foreign: int = 0
     """Number of trials from somebody else (`hpo.study.store.foreign`), without a record in `trials`."""
     comparisons: Mapping[str, Any] = field(default_factory=dict)
@@ -167,15 +91,11 @@ class StudyRecord:
 
 
 def is_over(record: StudyRecord) -> bool:
-    """Return true if no trial of the study is left to run."""
     return record.state == "cancelled" or record.counts["done"] == sum(record.counts.values())
 
 
 def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
-    """Return the known kinds of device by the trial's number.
-
-    Devices with one name and several kinds differ in their instructions.
-    """
+    """Return the known kinds of device by the trial's number. Kinds may differ in instructions alone."""
     kinds = {
         trial.number: DeviceInfo.from_facts(device).kind
         for trial in trials
@@ -200,7 +120,6 @@ def complete_trials(record: StudyRecord) -> list[TrialRecord]:
 
 
 def choosable_trials(record: StudyRecord) -> list[TrialRecord]:
-    """Return the complete trials within the limits of the study."""
     return [trial for trial in complete_trials(record) if not violation(trial.constraints)]
 
 
@@ -228,7 +147,6 @@ def limit_counts(record: StudyRecord) -> dict[str, Any]:
 
 
 def _ended_by_limit(trial: TrialRecord) -> bool:
-    """Return true if a limit of cost ended the trial; the limit of a metric is judged at the end."""
     costs = {name: value for name, value in trial.constraints.items() if name in MEASURED_METRICS}
     is_pruned = trial.outcome == Outcome.PRUNED and not is_at_rung(trial.attributes)
     return is_pruned and violation(costs) > 0
@@ -253,7 +171,6 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
 
 
 def with_evaluation(record: StudyRecord, number: int, document: Mapping[str, Any]) -> StudyRecord:
-    """Return the record with a new detailed evaluation of the trial `number`."""
     trials = [
         replace(trial, detailed={**trial.detailed, document["split"]: document})
         if trial.number == number
@@ -263,14 +180,9 @@ def with_evaluation(record: StudyRecord, number: int, document: Mapping[str, Any
     return replace(record, trials=trials)
 
 
-CAUTIONS = ('"weights_lost": true', '"agrees": null')
-"""Texts in the stored telemetry of trials for `lost_weights` and `unverified_precisions`."""
-
-
 def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
     """Return a sentence on complete trials without their best weights, and its meaning."""
-    complete = [trial for trial in complete_trials(record) if trial.telemetry is not NOT_READ]
-    lost = [trial for trial in complete if trial.telemetry.get("weights_lost")]
+    lost = [trial for trial in complete_trials(record) if trial.telemetry.get("weights_lost")]
     if not lost:
         return []
     problems = lost[-1].telemetry.get("checkpoint_problems") or ("the reason is not known.",)
@@ -285,8 +197,7 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
 
 def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
     """Return a sentence on trials with an unverified precision and the reasons, and its meaning."""
-    trials = [trial for trial in record.trials if trial.telemetry is not NOT_READ]
-    facts = {trial.number: trial.telemetry.get("precision") or {} for trial in trials}
+    facts = {trial.number: trial.telemetry.get("precision") or {} for trial in record.trials}
     unverified = {
         number: of for number, of in facts.items() if of.get("observed") and of.get("agrees") is None
     }

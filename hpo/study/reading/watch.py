@@ -30,21 +30,17 @@ from hpo.study.store.storage import Storage, count_trials
 
 @dataclass(frozen=True)
 class StudyProgress:
-    """A study at one moment."""
-
     running: Sequence[tuple[FrozenTrial, Mapping[str, Any]]] = ()
     """Each trial with `hpo.outcome.Progress` from its worker's last heartbeat, or {}."""
-    ended: Sequence[FrozenTrial] = ()
-    """Trials that have ended or paused since the last read."""
+    ended: Sequence[FrozenTrial] = ()  # trials that have ended or paused since the last read
     best: tuple[float, int] | None = None
     """First objective and number of the best trial within the study's limits."""
     num_done: int = 0
 
 
 class StudyWatch:
-    """Reads a study again and again. It does not report trials that had ended before.
-
-    With `own`, it reports only trials of this process.
+    """Reads a study again and again, without trials that had ended before; with `own`, this process's
+    alone.
     """
 
     def __init__(self, storage: Storage, config: StudyConfig, *, own: bool = False) -> None:
@@ -83,7 +79,6 @@ class StudyWatch:
         return StudyProgress(running, ended, best, num_done)
 
     def _read_claims(self) -> tuple[dict[int, str | None], set[str], int]:
-        """Return the progress of each running trial by number, the workers, and the number done."""
         name = self._study.study_name
         of_study = [workers.c.study == name]
         if self._own:
@@ -105,7 +100,6 @@ def _rest_of(trial: FrozenTrial) -> tuple[int, float | None] | None:
 
 
 def outcome_of(trial: FrozenTrial) -> str:
-    """Return the outcome of an ended or paused trial."""
     if is_paused(trial):
         return Outcome.PAUSED
     outcome: str = trial.user_attrs.get("outcome", Outcome.FAILED)  # none if the dashboard ended it

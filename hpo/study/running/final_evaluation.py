@@ -1,8 +1,7 @@
 """The detailed evaluation of a study's best trial, once, by a worker that sees the study end.
 
-The workers of a study see its end together, so one that shares a folder of checkpoints holds a lock there,
-and the others leave. A worker without the checkpoint leaves the trial to the others. If the evaluation fails,
-`hpo best --evaluate` tries it again.
+One of the workers that share a folder of checkpoints holds a lock there, and the others leave. If the
+evaluation fails, `hpo best --evaluate` tries it again.
 """
 
 from __future__ import annotations
@@ -40,11 +39,7 @@ def evaluate_best(
     """Store the detailed evaluation of the best trial on test, or on validation if there is no test split.
 
     Nothing is done for an unfinished study, or if the evaluation is stored already. An error is only logged.
-    When `stop` is set, this returns at the next batch.
-
-    Args:
-        folder: maps a trial's number to the folder of its checkpoints.
-        remote: the store for uploaded checkpoints.
+    When `stop` is set, this returns at the next batch. `folder` maps a trial's number to its checkpoints.
     """
 
     def leave_if_stopped() -> None:
@@ -77,7 +72,6 @@ def evaluate_best(
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an error of the block in place of raising it."""
     try:
         yield
     except Exception as error:
@@ -89,10 +83,7 @@ def _logged() -> Iterator[None]:
 
 @contextmanager
 def _held(path: Path) -> Iterator[bool]:
-    """Hold a lock during the block, and yield whether this process has it.
-
-    A file system without locks gives every process the lock.
-    """
+    """Hold a lock during the block, and yield whether this process has it; always, if there are no locks."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

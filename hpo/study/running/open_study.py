@@ -32,8 +32,8 @@ from hpo.study.store.database import check_folder
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import StudyEntry, create_or_resume_study, read_stored
 from hpo.training.distributed import world_size
-from hpo.trial.executor import Executor
-from hpo.trial.own_executor import build_executor
+from hpo.trial.executor import Executor, build_executor
+from hpo.trial.parts import fit_pruner
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
 """Processes of the trials of an open study; `in workers`: in the processes of `run_workers`."""
@@ -43,14 +43,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenStudy:
-    """A study in its database."""
-
-    config: StudyConfig
-    """With `n_trials` as stored."""
+    config: StudyConfig  # with `n_trials` as stored
     storage: Storage
     runs_dir: Path
-    stored: StudyEntry
-    """Before anything of it runs here."""
+    stored: StudyEntry  # before anything of it runs here
     lacking: Mapping[str, str]
     """Precisions of the study without support on this device, with the reason; {} for a finished study."""
     executor: Executor | None
@@ -64,16 +60,12 @@ class OpenStudy:
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """Options of the user and this machine for opening a study."""
-
-    resize: bool = True
-    """False for a joining worker: the stored `n_trials` stays."""
+    resize: bool = True  # false for a joining worker: the stored `n_trials` stays
     trials_run: TrialsRun = "in this process"
     is_file: bool = False
     """True if the study is from the user's file, and not from the database (`check_trust`)."""
     trust_remote_code: bool = False
-    stop: Stop | None = None
-    """A worker's stop: it waits during an outage of the database."""
+    stop: Stop | None = None  # A worker's stop: it waits during an outage of the database
 
 
 @contextmanager
@@ -82,13 +74,9 @@ def open_study(
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`. Both are made if they are missing.
 
-    A study is checked first (`Executor.check_study`) until one of its trials has trained. Worker processes do
-    not repeat that check. A paused or cancelled study is neither checked nor changed.
-
-    Raises:
-        StudyChangedError: the stored study has another search space or definition.
-        InputError: the data, model or objective cannot be used, this machine has no precision of the study,
-            or the study's code is not trusted.
+    A study is checked first (`Executor.check_study`) until one of its trials has trained. A paused or
+    cancelled study is neither checked nor changed. Raises StudyChangedError for another search space or
+    definition, InputError if this machine cannot run the study or its code is not trusted.
     """
     resize, trials_run = options.resize, options.trials_run
     user_study = config if options.is_file else None
@@ -141,8 +129,8 @@ def open_study(
 def check_trust(config: StudyConfig, user_study: StudyConfig | None, trust_remote_code: bool) -> None:
     """Raise InputError if a study of the database lacks a permission of this machine's user.
 
-    Permissions concern its code (`use_code`), the code of its encoder, and folders to read and write
-    (`check_allowed`). `user_study` is the study in the user's own file, which gives permissions.
+    Permissions concern its code, the code of its encoder, and folders to read and write. `user_study`, the
+    study in the user's own file, gives permissions.
     """
     check_allowed(config.name, paths_of(config), paths_of(user_study) if user_study else {})
     if user_study is not None:
@@ -160,7 +148,6 @@ def check_trust(config: StudyConfig, user_study: StudyConfig | None, trust_remot
 
 
 def _open_existing(url: str, stop: Stop | None) -> Storage | None:
-    """Open the database at `url`; None: there is none, or it holds no study yet."""
     try:
         return open_storage(url, create=False, stop=stop)
     except NoDatabaseError:
@@ -169,9 +156,8 @@ def _open_existing(url: str, stop: Stop | None) -> Storage | None:
 
 
 def _resolve_here(config: StudyConfig, trials_run: TrialsRun) -> tuple[ResolvedStudy, dict[str, str]]:
-    """Resolve the study for this machine's device, and return it with the result of `check_precisions`.
-
-    If the trials run elsewhere, a missing device is no error: the study is checked on the CPU.
+    """Resolve the study for this machine's device, or for a CPU if the trials run elsewhere; check
+    precisions.
     """
     try:
         device = probe_device(config.device)
@@ -190,8 +176,7 @@ def _resolve_here(config: StudyConfig, trials_run: TrialsRun) -> tuple[ResolvedS
 def check_precisions(study: ResolvedStudy) -> dict[str, str]:
     """Return the study's precisions without support on its device, by `choice_name`, with the reasons.
 
-    Raises InputError if it supports none, unless `amp.on_unsupported` is `fallback`. The same holds for base
-    precisions if every trial has one.
+    Raises InputError if it supports none, unless `amp.on_unsupported` is `fallback`.
     """
     config, device, precisions = study.config, study.device, study.precisions
     lacking = lacking_choices({PRECISION: precisions}, device, config.amp)
@@ -216,12 +201,11 @@ def _build_executor(resolved: ResolvedStudy, runs_dir: Path, *, checks_values: b
 
 
 def _fit_pruner(executor: Executor) -> StudyConfig:
-    config, reason = executor.fit_pruner()
+    config, reason = fit_pruner(executor.study, executor.dataset)
     executor.resolved = replace(executor.resolved, config=config)
     _logger.info("pruner %s: %s.", config.pruner.name, reason)
     return config
 
 
 def _num_on_device() -> int:
-    """Return the number of processes of this run with this one's device, itself included."""
     return int(os.environ.get(WORKERS_ON_DEVICE, "1"))

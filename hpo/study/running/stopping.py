@@ -1,4 +1,4 @@
-"""The stop of a process: a signal, the end of its job, or the end of its parent process.
+"""The stop of a process, and a watchdog over its trials.
 
 Launchers warn with SIGINT, SIGTERM, SIGUSR1 or SIGUSR2, often with one after the other, so each asks for a
 checkpoint. Only a second SIGINT, from a person, ends the process at once, or the first while no trial runs
@@ -7,19 +7,26 @@ yet. A process with a known end of its job stops by itself, `MARGIN_SECONDS` and
 
 A signal handler of Python runs between any two instructions of the main thread, and that thread may hold the
 lock of the event. So the handler puts the signal into a queue, and another thread sets the event.
+
+A step that never ends (a deadlock in a kernel, a network file system that does not answer) holds its thread
+for ever, while the heartbeat goes on in another. So a thread here ends the process when a trial shows no
+progress for `stall_seconds` and `TIMES_SLOWEST` times its longest step. SIGABRT counts as a death
+(`hpo.study.claims.leases`): a supervisor starts the worker again.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import os
 import queue
+import resource
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -31,8 +38,7 @@ from hpo.outcome import Outcome
 WORKERS_ON_DEVICE = "HPO_WORKERS_ON_DEVICE"
 """Environment variable of the processes of `run_workers`: the number of them on this one's device."""
 
-MARGIN_SECONDS = 60.0
-"""Time to leave before the end of a job, besides the checkpoint."""
+MARGIN_SECONDS = 60.0  # time to leave before the end of a job, besides the checkpoint
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -60,7 +66,6 @@ class RunSummary:
 
     @property
     def num_failed(self) -> int:
-        """Number of failed and crashed trials."""
         return self.outcomes.get(Outcome.FAILED, 0) + self.outcomes.get(Outcome.CRASHED, 0)
 
     @property
@@ -73,9 +78,7 @@ class RunSummary:
 class Stop(threading.Event):
     """Set when this process is to checkpoint and leave, with the reason.
 
-    Args:
-        until: the end of its job, in seconds since 1970; None: there is none.
-        timeout: seconds after which it begins no further trial; None: never.
+    `until` is the end of its job, in seconds since 1970. No trial begins after `timeout` seconds.
     """
 
     def __init__(self, until: float | None = None, timeout: float | None = None) -> None:
@@ -102,10 +105,7 @@ class Stop(threading.Event):
 
     @property
     def asks_for_requeue(self) -> bool:
-        """True at the end of the job's time, or at a warning: the job asks its scheduler to run it again.
-
-        After SIGTERM the scheduler requeues or cancels by itself; after SIGINT a person decides.
-        """
+        """True at the end of the job's time, or at a warning: the job asks its scheduler to run it again."""
         return self._out_of_time or self.signal in (signal.SIGUSR1, signal.SIGUSR2)
 
     def set(
@@ -135,7 +135,6 @@ class Stop(threading.Event):
             self._wakeups.put(None)
 
     def _watch(self, leaving: threading.Event) -> None:
-        """Set this at the first signal, or when no time is left, until `leaving`."""
         while not leaving.is_set():
             wait = math.inf if self.is_set() else self.seconds_left
             try:
@@ -150,10 +149,10 @@ class Stop(threading.Event):
 
 @contextmanager
 def stop_on_signals(until: float | None = None, timeout: float | None = None) -> Iterator[Stop]:
-    """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`. The arguments are `Stop`'s.
+    """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`.
 
-    A second SIGINT, or the first while there is nothing to checkpoint, raises KeyboardInterrupt; the next one
-    kills. A process of `run_workers` also stops when its parent asks it to, or dies.
+    A second SIGINT, or the first while there is nothing to checkpoint, raises KeyboardInterrupt. A process of
+    `run_workers` also stops when its parent asks it to, or dies.
     """
     stop, leaving = Stop(until, timeout), threading.Event()
     interrupts = 0
@@ -204,12 +203,7 @@ def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -
 
 
 def parse_time(text: str) -> float:
-    """Return a future time in seconds since 1970. Raises InputError.
-
-    Args:
-        text: a time of day such as `18:30`; `2026-11-22T18:30`, with an offset such as `+01:00` or in the
-            time zone of this machine; `+3600`, seconds from now.
-    """
+    """Return a future time, given as `18:30`, `2026-11-22T18:30` or `+3600` (seconds). Raises InputError."""
     now = datetime.now().astimezone()
     try:
         if text.startswith("+"):
@@ -228,3 +222,77 @@ def parse_time(text: str) -> float:
     if end <= now:
         raise InputError(f"--until must lie ahead, but got {text}, and it is {now:%Y-%m-%dT%H:%M} here.")
     return end.timestamp()
+
+
+TIMES_SLOWEST = 20
+_POLL_SECONDS = 1.0
+
+
+class Pace:
+    """Notes signs of progress of this process's trials; ends the process after `stall_seconds` without
+    any.
+    """
+
+    def __init__(self, stop: Stop, stall_seconds: float, is_waiting: Callable[[], bool]) -> None:
+        self._stop = stop
+        self._stall_seconds = stall_seconds
+        self._is_waiting = is_waiting
+        self._between_signs = 0.0  # the longest
+        self._sign_at = 0.0
+        self._longest_step: float | None = None
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        self._sign_at = time.monotonic()
+        self._longest_step = None
+        over = threading.Event()
+        watchdog = threading.Thread(target=self._watch, args=[over], name="watchdog", daemon=True)
+        watchdog.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watchdog.join()
+
+    def note_step(self, checkpoint_seconds: float) -> None:
+        """Note the end of a step: leave time before the job's end for the longest step and a checkpoint."""
+        seconds = self._note_sign()
+        # The time before the first step is that of the setup.
+        self._longest_step = 0.0 if self._longest_step is None else max(self._longest_step, seconds)
+        self._stop.reserve(self._longest_step + checkpoint_seconds)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Note an evaluation of the trial. Its report in the block counts as progress."""
+        self._note_sign()
+        yield
+        self._sign_at = time.monotonic()
+
+    @property
+    def limit_seconds(self) -> float:
+        """Longest time without a sign of progress."""
+        return max(self._stall_seconds, TIMES_SLOWEST * self._between_signs)
+
+    def _note_sign(self) -> float:
+        now = time.monotonic()
+        seconds, self._sign_at = now - self._sign_at, now
+        self._between_signs = max(self._between_signs, seconds)
+        return seconds
+
+    def _watch(self, over: threading.Event) -> None:
+        # Counted in polls: a stopped process, or one on a sleeping machine, had no time to go on.
+        seconds, last = 0.0, self._sign_at
+        while not over.wait(_POLL_SECONDS):
+            if self._sign_at != last or self._is_waiting():
+                seconds, last = 0.0, self._sign_at
+            else:
+                seconds += _POLL_SECONDS
+            if seconds > self.limit_seconds:
+                _logger.error(
+                    "The trial has made no step for %.0f s: this process ends, and the trial goes on from "
+                    "its last checkpoint. Its threads:",
+                    seconds,
+                )
+                faulthandler.dump_traceback(all_threads=True)
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # as large as the model
+                os.kill(os.getpid(), signal.SIGABRT)

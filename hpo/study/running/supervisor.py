@@ -1,11 +1,9 @@
 """The supervisor of a machine's workers: processes, each started again when it dies.
 
-A worker that ends with exit code 0 (done), 2 (wrong input) or 130 (stopped) is not started again, and the
-others go on. After anything else it is started again, at most `MAX_RESTARTS` times within an hour. Then the
-machine is broken: the other workers checkpoint and leave, and the error shows the end of the log.
-
-Workers stop when their standard input ends, also by the death of this process. This process waits for no
-database: during an outage, a dead worker waits for its restart.
+A worker that ends with exit code 0 (done), 2 (wrong input) or 130 (stopped) is not started again. After
+anything else it is, at most `MAX_RESTARTS` times within an hour. Then the machine is broken: the other
+workers checkpoint and leave, and the error shows the end of the log. Workers stop when their standard input
+ends, also by the death of this process. During an outage, a dead worker waits for its restart.
 """
 
 from __future__ import annotations
@@ -46,12 +44,10 @@ from hpo.study.store.lifecycle import is_in_work, read_state
 from hpo.study.store.process import this_job
 from hpo.study.store.storage import Storage
 
-MAX_RESTARTS = 10
-"""Most restarts of a dead worker within `RESTART_SECONDS`."""
+MAX_RESTARTS = 10  # most restarts of a dead worker within `RESTART_SECONDS`
 RESTART_SECONDS = 3600.0
 
-LEAVE_SECONDS = 60.0
-"""Time for the workers to checkpoint and leave when this process ends on an error."""
+LEAVE_SECONDS = 60.0  # time for the workers to checkpoint and leave when this process ends on an error
 
 _STOPPED = RunSummary("stopped").exit_code
 _logger = logging.getLogger(__name__)
@@ -61,8 +57,7 @@ _logger = logging.getLogger(__name__)
 class DeviceShare:
     """A worker process's share of the machine's devices."""
 
-    workers_on_device: int
-    """Number of workers on its device, itself included."""
+    workers_on_device: int  # number of workers on its device, itself included
     cuda_device: str | None = None
     """Its only visible GPU, by its name in CUDA_VISIBLE_DEVICES; None: all of the parent process."""
 
@@ -74,11 +69,8 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class WorkerProcesses:
-    """The worker processes of a run on this machine."""
-
     shares: Sequence[DeviceShare]
-    storage_as_given: str | None = None
-    """The user's name of the storage, such as `@FILE`; None: its URL."""
+    storage_as_given: str | None = None  # the user's name of the storage, such as `@FILE`; None: its URL
 
 
 def share_devices(
@@ -86,14 +78,8 @@ def share_devices(
 ) -> list[DeviceShare]:
     """Return the share of each worker process of a run on this machine; []: this process is the worker.
 
-    A worker sees its GPU alone, so that no tensor of it can lie on another.
-
-    Args:
-        config: the study.
-        workers: the number of processes, spread over the GPUs of this machine in turn; 1 is this process.
-        per_device: processes for each GPU of this machine, or on its CPU, in place of `workers`.
-
-    Raises InputError if the workers need more than a GPU's memory, or share one whose energy the study needs.
+    A worker sees its GPU alone. `workers` is their number (1: this process), `per_device` that on each GPU.
+    Raises InputError if they need more memory than a GPU has, or share one whose energy the study needs.
     """
     if per_device is None and workers in (None, 1):
         return []
@@ -114,11 +100,7 @@ def share_devices(
 
 
 def share_memory(amp: AmpConfig, device: DeviceInfo, num_workers: int) -> AmpConfig:
-    """Limit a worker to its share of a GPU's memory, or to the share in `amp`.
-
-    Raises InputError if the workers and their CUDA contexts may together take more than there is: a trial
-    that found no memory because of its neighbour would be stored as one that does not fit.
-    """
+    """Limit a worker to its share of a GPU's memory. Raises InputError if `amp` gives it a larger one."""
     if device.type != "cuda" or num_workers == 1:
         return amp
     share = memory_share(device, num_workers)
@@ -178,7 +160,6 @@ class _Worker:
         return True
 
     def stop(self) -> None:
-        """Ask the process to checkpoint and leave."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
@@ -212,8 +193,8 @@ def run_workers(
 ) -> RunSummary:
     """Run a worker of the study in each of the processes, and wait for all of them.
 
-    The output of a process is added to `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log.
-    Raises InputError or RunError, with the end of the log, if workers failed and the study is not done.
+    Their output is in `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log. Raises InputError or
+    RunError, with the end of the log, if workers failed and the study is not done.
     """
     if stop.is_set():
         return RunSummary("stopped")
@@ -234,7 +215,6 @@ def run_workers(
 
 
 def worker_command(study: str, timeout: float, until: float | None) -> list[str]:
-    """Return the command line of one worker process."""
     command = [sys.executable, "-m", "hpo", "worker", study]
     if math.isfinite(timeout):
         command += ["--timeout", str(max(1e-3, timeout))]
@@ -245,22 +225,15 @@ def worker_command(study: str, timeout: float, until: float | None) -> list[str]
 
 @dataclass
 class _Supervisor:
-    """The supervisor of the workers of one study."""
-
     config: StudyConfig
     storage: Storage
     processes: WorkerProcesses
     stop: Stop
     deadline: float
-    broken: _Worker | None = None
-    """A worker without restarts left."""
+    broken: _Worker | None = None  # A worker without restarts left
 
     def run(self, folder: Path) -> None:
-        """Run the workers, with their logs in `folder`, until all have ended.
-
-        After an error here, running workers have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are
-        killed.
-        """
+        """Run the workers, with their logs in `folder`. After an error they have `LEAVE_SECONDS` to leave."""
         self.storage.stop = self.stop
         self.workers = self._workers(folder)
         started = []
@@ -299,7 +272,6 @@ class _Supervisor:
         return time.monotonic() > self.deadline or not is_in_work(self.storage, self.config.name)
 
     def _supervise(self) -> None:
-        """Wait until all workers have ended, and start dead ones again."""
         living = list(self.workers)
         while living:
             leaving = self.stop.wait(0.5) or self.broken is not None

@@ -40,20 +40,19 @@ from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.claims.runnable import Runnable
-from hpo.study.reading.row_statistics import store_row_statistics
+from hpo.study.claims.snapshot import Runnable
+from hpo.study.reading.detailed_evaluations import store_row_statistics
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.open_study import OpenStudy
-from hpo.study.running.pace import Pace
-from hpo.study.running.stopping import WORKERS_ON_DEVICE, RunSummary, Stop
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Pace, RunSummary, Stop
 from hpo.study.running.supervisor import WorkerProcesses, run_workers
 from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
-from hpo.study.sampling.promotion import BUDGET_SPENT, RESUMED_ATTR, WHOLE_ATTR, promotion_of
+from hpo.study.sampling.promotion import RESUMED_ATTR, WHOLE_ATTR, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage
-from hpo.study.store.studies import bind_data
+from hpo.study.store.studies import BUDGET_SPENT, bind_data
 from hpo.training.evaluate import Evaluation
 from hpo.trial.best_model import with_scores
 from hpo.trial.compat import checked_on
@@ -66,8 +65,6 @@ RunTrial = Callable[[optuna.trial.Trial, Lease], TrialResult]
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of a worker besides its study."""
-
     deadline: float = math.inf
     """No trial begins after this time of the monotonic clock, or after the study's `timeout`."""
     after_trial: Callable[[], None] = lambda: None
@@ -80,14 +77,8 @@ def run_study(
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
-    Args:
-        processes: the worker processes that run the trials, if they do not run in this one.
-        stop: from `stop_on_signals`.
-
-    Raises:
-        StudyChangedError: the study had other data.
-        InputError: the data cannot be used.
-        RunError: the workers ended before the study did.
+    `processes` run the trials, or this process if None. Raises StudyChangedError for other data, InputError,
+    and RunError if the workers ended before the study did.
     """
     stop = stop or Stop()
     if study.stored.state != "open":
@@ -189,7 +180,6 @@ def run_worker(
 
 
 def _points_of(config: StudyConfig, storage: Storage) -> Callable[[], Sequence[Point]] | None:
-    """Return a reader of the points of a grid or a comparison; None for a study without points."""
     if config.comparison is not None:  # its plan grows
         return lambda: ComparisonConfig.model_validate(
             storage.read_definition(config.name)["comparison"]
@@ -237,11 +227,7 @@ def _run_trials(
 
 
 def _run_claimed(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> TrialResult:
-    """Run a claimed trial to its result.
-
-    Raises DeviceLostError if this process has lost its GPU. The trial is then free, and a death of its worker
-    is counted.
-    """
+    """Run a claimed trial to its result. Raises DeviceLostError if this process has lost its GPU."""
     if lease.crash:
         return TrialResult(Outcome.CRASHED, lease.crash)
     try:
@@ -259,13 +245,10 @@ def _run_claimed(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> Tria
 
 
 class TrialRunner:
-    """Runs claimed trials with `executor` in this process.
+    """Runs claimed trials with `executor` in this process, and uploads checkpoints to `remote`, if any.
 
     A trial waits in each report until the database answers. Its evaluations are therefore stored before the
     checkpoint from which it may continue.
-
-    Args:
-        remote: the store for uploaded checkpoints; None: they stay in their folder.
     """
 
     def __init__(
@@ -282,10 +265,7 @@ class TrialRunner:
         self._token = storage.study_token(executor.study.name)
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
-        """Run a claimed trial to its outcome.
-
-        Raises an error if it concerns more than this trial: a lost lease, device or database, wrong input.
-        """
+        """Run a claimed trial to its outcome. Raises an error that concerns more than this trial."""
         executor, storage, device = self._executor, self._storage, self._executor.device.device_id
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
@@ -350,7 +330,6 @@ class TrialRunner:
     def _with_scores(
         self, trial: optuna.trial.Trial, lease: Lease, folder: Path, result: TrialResult
     ) -> TrialResult:
-        """Add the scores on test to the result; store the row statistics of a comparison."""
         study = self._executor.study
         if study.evaluation.test or study.comparison:
             split = "test" if study.evaluation.test else "validation"
@@ -363,8 +342,7 @@ class TrialRunner:
 def with_shared_device(result: TrialResult, named_metrics: Collection[str]) -> TrialResult:
     """Record that another worker joined the device during the trial. The trial's energy is then unknown.
 
-    A trial with energy as an objective or a limit ends as failed, without another attempt: it would share its
-    device again.
+    A trial with energy as an objective or a limit fails without a retry: it would share its device again.
     """
     telemetry = {**result.telemetry, "device": {**result.telemetry["device"], "shared": True}}
     measured = telemetry.get("throughput", {})

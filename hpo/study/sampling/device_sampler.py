@@ -1,15 +1,13 @@
 """A worker's sampler: its view of the study, and its choices on its device.
 
-A study's choices of `fp_precision` never change: Optuna refuses that, and the workers of one study may have
-different devices. So a worker draws from the precisions of its device, while Optuna stores the distribution
-with all choices. A sampler does not see trials without information about its device:
+The workers of one study may have different devices, but a study's choices of `fp_precision` never change. So
+a worker draws from the precisions of its device, while Optuna stores the distribution with all choices. A
+sampler does not see `invalid` trials, nor trials without information about its device:
 
 - out-of-memory trials under a lower limit than this worker's;
 - `unsupported` trials in a precision of this device;
 - `incompatible` trials from another kind of device, or with other versions;
 - for samplers with a model of the choices (TPE and GP), trials in a precision outside this device.
-
-It does not see `invalid` trials either: they say nothing about other configurations.
 """
 
 from __future__ import annotations
@@ -30,22 +28,19 @@ from hpo.precision.table import named_choices
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView, all_trials
 
-MORE_MEMORY = 1.05
-"""Factor of memory for trying a configuration again: cards of one model differ a little."""
+MORE_MEMORY = 1.05  # factor of memory for trying a configuration again: cards of one model differ a little
 
 
 @dataclass(frozen=True)
 class WorkerDevice:
     """Device of a worker's trials; None: not known."""
 
-    device_id: str | None = None
-    """`DeviceInfo.device_id`: workers with the same one share the device."""
+    device_id: str | None = None  # `DeviceInfo.device_id`: workers with the same one share the device
     memory_bytes: int | None = None
     left_out: Mapping[str, str] | None = None
     """Precisions of the study outside the device, by `table.choice_name`, each with the reason."""
     kind: str = ""
-    checked_on: str | None = None
-    """Origin of valid compatibility results here, see `compat.checked_on`."""
+    checked_on: str | None = None  # origin of valid compatibility results here, see `compat.checked_on`
 
     def says_nothing(self, trial: FrozenTrial) -> bool:
         """Return true if the trial is `invalid`, or ended for a reason of another device."""
@@ -114,10 +109,7 @@ class NewlyEnded:
 
 
 class DeviceSampler(WrapperSampler):
-    """Draws only from the space `drawn`, and hides trials without information about this device.
-
-    With `models_choices`, it also hides trials in precisions outside `drawn`.
-    """
+    """Draws only from the space `drawn`, and hides trials without information about this device."""
 
     def __init__(
         self,
@@ -150,7 +142,6 @@ class DeviceSampler(WrapperSampler):
         return StudyView(study, read)
 
     def _changes(self, trials: Iterable[FrozenTrial]) -> dict[int, FrozenTrial | None]:
-        """Return the changed trials of the view, by number; None: hidden."""
         shown = ((trial, self._shown(trial)) for trial in trials)
         return {trial.number: other for trial, other in shown if other is not trial}
 
@@ -191,7 +182,6 @@ class DeviceSampler(WrapperSampler):
 
 
 def _as_pruned(trial: FrozenTrial, at_rung: Mapping[str, Any]) -> FrozenTrial:
-    """Return the trial as if it had ended at a rung, with its values there."""
     shown, values = copy.copy(trial), list(at_rung["values"])
     shown.state, shown.values, shown.system_attrs = TrialState.PRUNED, values, {}
     reports = trial.intermediate_values

@@ -1,7 +1,5 @@
 """The planner: the rest of a study, its time, and the number of trials within a budget.
 
-The workers, `hpo plan`, `hpo status` and the end of `hpo run` call these functions, so they agree.
-
 A run of a trial begins at its start or at a rung. Its setup and evaluation cost a fixed time; its training
 grows with the share of the trial's budget. The two are measured apart: a start that trains 4 % of a budget
 may spend most of its time on the setup, and 25 such starts take much longer than a whole trial.
@@ -15,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpo.study.sampling.promotion import (
-    BUDGET_SPENT,
     PAUSED_ATTR,
     RESUMED_ATTR,
     RUNGS_ATTR,
@@ -23,6 +20,7 @@ from hpo.study.sampling.promotion import (
     Rung,
     is_at_rung,
 )
+from hpo.study.store.studies import BUDGET_SPENT
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class Stage:
 
     @property
     def whole_trials(self) -> float:
-        """Training of the stage, in whole trials."""
         return self.num_trials * (self.end - self.begin)
 
 
@@ -43,13 +40,10 @@ class Stage:
 class Cost:
     """Device time of a trial."""
 
-    run_seconds: float
-    """Setup and evaluation of each run."""
-    training_seconds: float
-    """Training of the whole trial, in any number of runs."""
+    run_seconds: float  # setup and evaluation of each run
+    training_seconds: float  # training of the whole trial, in any number of runs
 
     def of(self, stages: Iterable[Stage]) -> float:
-        """Return the seconds of these stages."""
         return sum(
             stage.num_trials * self.run_seconds + stage.whole_trials * self.training_seconds
             for stage in stages
@@ -67,8 +61,7 @@ class Measured:
     seconds: float
     training_seconds: float
     num_runs: int
-    trained: float
-    """Share of its budget."""
+    trained: float  # share of its budget
 
 
 def measured_trial(
@@ -80,10 +73,7 @@ def measured_trial(
     """Return the cost of an ended or paused trial; None if it was stopped somewhere between two rungs.
 
     A trial that broke or was pruned counts as if it had reached the next rung, since others will break too.
-
-    Args:
-        attributes: its user attributes.
-        seconds: its device-seconds, and their part in training.
+    `seconds` are its device-seconds, and their part in training.
     """
     num_runs = len(attributes.get(RUNGS_ATTR, {}))
     if is_at_rung(attributes):
@@ -95,7 +85,6 @@ def measured_trial(
 
 
 def _next_rung(promotion: Promotion | None, share: float) -> float:
-    """Return the first rung after a share of the budget; 1 if there is none."""
     return next((rung for rung in (promotion.used if promotion else ()) if rung > share), 1.0)
 
 
@@ -119,14 +108,11 @@ def measured_cost(trials: Iterable[Measured]) -> Cost | None:
 class Forecast:
     """The rest of a study."""
 
-    num_new: int
-    """Number of future trials."""
-    stages: Sequence[Stage]
-    """The remaining runs, if no trial breaks."""
+    num_new: int  # number of future trials
+    stages: Sequence[Stage]  # the remaining runs, if no trial breaks
 
     @property
     def whole_trials(self) -> float:
-        """The remaining training, in whole trials."""
         return sum(stage.whole_trials for stage in self.stages)
 
 
@@ -138,16 +124,11 @@ def forecast(
     cost: Cost | None = None,
     seconds: float | None = None,
 ) -> Forecast:
-    """Return how many trials may still begin, and all remaining runs.
+    """Return how many trials may still begin (at most `most`), and all remaining runs.
 
-    A trial begins if the budget is enough for it, for all trials that have begun, and for the continuation of
-    the best of them.
-
-    Args:
-        num_starts: begun trials before their first rung.
-        most: largest number of new trials.
-        cost: None: no trial was measured, and one may begin.
-        seconds: the rest of the budget; None: there is no budget.
+    A trial begins if the `seconds` left of the budget (None: no budget) are enough for it, for the
+    `num_starts` begun trials before their first rung, and for the continuation of the best. Without a `cost`,
+    one may begin.
     """
 
     def needed(num_new: int) -> float:
@@ -164,24 +145,14 @@ def forecast(
 def seconds_ahead(
     promotion: Promotion | None, cost: Cost, attributes: Mapping[str, Any], seconds: float
 ) -> float:
-    """Return the device-seconds of a trial's present run until now, at most its expected total.
-
-    Args:
-        attributes: the user attributes of a running trial.
-        seconds: its device-seconds so far, in all of its runs.
-    """
+    """Return the device-seconds of a trial's present run until now, at most its expected total."""
     begin = attributes.get(PAUSED_ATTR, 0.0)
     of_run = seconds - cost.of_trial(len(attributes.get(RUNGS_ATTR, {})), begin)
     return min(max(0.0, of_run), cost.of_trial(1, _next_rung(promotion, begin) - begin))
 
 
 def stages_left(promotion: Promotion | None, rungs: Sequence[Rung], num_starts: int) -> list[Stage]:
-    """Return the remaining runs if none breaks: from the start, then from each rung.
-
-    Args:
-        rungs: the trials at each rung of `promotion`.
-        num_starts: trials before their first rung, also future ones.
-    """
+    """Return the remaining runs if none breaks: `num_starts` trials from the start, then from each rung."""
     used = promotion.used if promotion is not None else []
     if promotion is None or not used:
         return [Stage(0.0, 1.0, num_starts)]

@@ -13,7 +13,6 @@ from hpo.study.store.optuna_internals import non_domination_ranks
 
 
 def loss_signs(directions: Sequence[str]) -> np.ndarray:
-    """Return the sign of each objective as a loss."""
     return np.array([-1.0 if direction == "maximize" else 1.0 for direction in directions])
 
 

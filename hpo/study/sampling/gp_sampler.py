@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import FEASIBLE, violation
 from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler
-from hpo.study.sampling.infeasible import is_infeasible
+from hpo.study.sampling.feasible_sampler import is_infeasible
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import StudyView
 
@@ -83,7 +83,6 @@ def _extremes(
     worst: list[float],
     broken: Mapping[str, float],
 ) -> tuple[list[float], dict[str, float]]:
-    """Update the worst value of each objective and the largest violation of each limit with these trials."""
     most = dict(broken)
     for trial in trials:
         for name, value in _limits(trial).items():
@@ -95,12 +94,10 @@ def _extremes(
 
 
 def _limits(trial: FrozenTrial) -> dict[str, float]:
-    """Return the violations of the study's limits by a trial."""
     return {name: value for name, value in trial.constraints.items() if name != FEASIBLE}
 
 
 def _values(trial: FrozenTrial, directions: Sequence[StudyDirection]) -> list[float] | None:
-    """Return the values for comparing a trial; None: no finite ones, or it is infeasible."""
     if is_infeasible(trial):
         return None
     if at_rungs := rungs_of(trial.user_attrs):

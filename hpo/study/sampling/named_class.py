@@ -41,9 +41,8 @@ REGISTRY = "HPO_OPTUNAHUB_REGISTRY"
 
 
 def trust_classes(config: StudyConfig, of_file: StudyConfig | None) -> None:
-    """Raise InputError if the study names a class without the consent of this machine's user.
-
-    `of_file` is the study in the user's own file.
+    """Raise InputError if the study names a class without consent: in the user's own file `of_file`, or by an
+    option.
     """
     trusted = of_file.class_names if of_file is not None else ()
     for name in config.class_names:
@@ -61,7 +60,6 @@ def build_named_sampler(config: SamplerConfig, seed: int) -> BaseSampler:
 
 
 def build_named_pruner(config: PrunerConfig) -> BasePruner:
-    """Return the pruner. Raises InputError."""
     return GuardedPruner(_build(config, BasePruner), config.name)
 
 
@@ -119,7 +117,6 @@ class GuardedPruner(BasePruner):
 
 @contextmanager
 def _errors_of(name: str, what: str = "failed", kind: type[HpoError] = RunError) -> Iterator[None]:
-    """Turn an unexpected exception of the user's code into an error of this kind."""
     try:
         yield
     except HpoError:

@@ -15,8 +15,7 @@ from typing import Any
 
 from hpo.config.search_space import SearchSpace, grid
 
-Point = dict[str, Any]
-"""Parameters of a trial, in Optuna's form."""
+Point = dict[str, Any]  # parameters of a trial, in Optuna's form
 
 
 def grid_points(space: SearchSpace, seed: int) -> list[Point]:
@@ -30,15 +29,11 @@ def grid_points(space: SearchSpace, seed: int) -> list[Point]:
 
 
 def point_key(point: Point) -> str:
-    """Return the name of a point in the database."""
     return hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def unused_points(points: Sequence[Point], num_trials: Mapping[str, int]) -> list[Point]:
-    """Return the points with the fewest trials, in their order.
-
-    `num_trials`: number of trials with each `point_key`.
-    """
+    """Return the points with the fewest trials, in their order."""
     counts = [num_trials.get(point_key(point), 0) for point in points]
     fewest = min(counts, default=0)
     return [point for point, count in zip(points, counts, strict=True) if count == fewest]

@@ -34,10 +34,8 @@ from hpo.errors import StorageError
 from hpo.json_safe import is_number
 from hpo.study.sampling.fronts import order
 
-PAUSED_ATTR = "paused_at"
-"""User attribute of a trial: the rung of its last pause."""
-RESUMED_ATTR = "resumed_at"
-"""User attribute of a promoted trial: the rung of its last continuation."""
+PAUSED_ATTR = "paused_at"  # user attribute of a trial: the rung of its last pause
+RESUMED_ATTR = "resumed_at"  # user attribute of a promoted trial: the rung of its last continuation
 RUNGS_ATTR = "rungs"
 """User attribute of a trial: {rung: {"values": its objectives there, "constraints": its violation of each
 limit of the study there}}."""
@@ -46,12 +44,8 @@ RUN_ATTRS = (
     *(PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR),
 )
 """User attributes of a running or ended trial. An enqueued trial has none of them."""
-BUDGET_SPENT = "the budget of the study was not enough for more."
-"""Reason of a trial ended by the study's budget. It continues if the budget is raised."""
-WHOLE_ATTR = "whole"
-"""User attribute of an enqueued trial: true if it neither pauses nor is pruned."""
-MOST_PAUSED = 12
-"""Largest number of waiting trials at a rung."""
+WHOLE_ATTR = "whole"  # user attribute of an enqueued trial: true if it neither pauses nor is pruned
+MOST_PAUSED = 12  # largest number of waiting trials at a rung
 
 
 def is_at_rung(attributes: Mapping[str, Any]) -> bool:
@@ -60,7 +54,6 @@ def is_at_rung(attributes: Mapping[str, Any]) -> bool:
 
 
 def is_paused(trial: FrozenTrial) -> bool:
-    """Return true if the trial waits at a rung."""
     return trial.state.name == "RUNNING" and is_at_rung(trial.user_attrs)
 
 
@@ -104,22 +97,19 @@ class Promotion:
     rungs: tuple[float, ...]
     reduction_factor: int
     keep: int
-    directions: tuple[str, ...]
-    """`minimize` or `maximize`, for each objective."""
+    directions: tuple[str, ...]  # `minimize` or `maximize`, for each objective
     num_trials: int
     """Trials of the study. A rung is not used if all of them would be promoted."""
 
     def pauses_at(self, budget_used: float, resumed_at: float) -> float | None:
-        """Return the rung for a pause at an evaluation; None: the trial continues.
-
-        `resumed_at`: rung of its last continuation; 0: it has not paused yet.
+        """Return the rung for a pause, later than the one of the last continuation; None: the trial
+        continues.
         """
         reached = (rung for rung in self.used if resumed_at < rung <= budget_used < 1)
         return max(reached, default=None)
 
     @property
     def used(self) -> list[float]:
-        """Rungs with pauses."""
         pairs = zip(self.rungs, self.at_least, strict=True)
         return [rung for rung, at_least in pairs if at_least < self.num_trials]
 
@@ -150,16 +140,10 @@ class Standing(NamedTuple):
 
 @dataclass
 class Rung:
-    """The trials of a study at one rung."""
-
-    num_paused: int = 0
-    """Number of pauses here so far."""
-    promoted: list[Standing] = field(default_factory=list)
-    """Continued trials, except for broken ones; sorted."""
-    num_running: int = 0
-    """Number of promoted trials on their way to the next rung."""
-    waiting: list[Standing] = field(default_factory=list)
-    """Paused trials for the live workers."""
+    num_paused: int = 0  # number of pauses here so far
+    promoted: list[Standing] = field(default_factory=list)  # continued trials, except for broken ones; sorted
+    num_running: int = 0  # number of promoted trials on their way to the next rung
+    waiting: list[Standing] = field(default_factory=list)  # paused trials for the live workers
 
     def chosen(self, num_promoted: int) -> list[int]:
         """Return the paused trials to promote, so that the best `num_promoted` have been promoted."""
@@ -184,10 +168,7 @@ class Rung:
 
 
 class Standings:
-    """The rungs of a study, as one worker sees them. An ended trial is added once and for all.
-
-    `continues_last` tells if a paused trial continues after all others.
-    """
+    """The rungs of a study, as one worker sees them. An ended trial is added once and for all."""
 
     def __init__(
         self, promotion: Promotion, continues_last: Callable[[FrozenTrial], bool] = lambda _: False
@@ -263,7 +244,6 @@ class Standings:
 
 
 def promotion_of(pruner: PrunerConfig, directions: Sequence[str], num_trials: int) -> Promotion | None:
-    """Return the promotion of a study; None if its trials do not pause."""
     if pruner.name != "promote":
         return None
     options = pruner.options

@@ -1,16 +1,10 @@
-"""Optuna's samplers and pruners: the next configuration, and the early end of a trial.
+"""Optuna's samplers and pruners, in wrappers that learn from infeasible trials.
 
-A worker draws only precisions of its device: `device_sampler`. An infeasible precision ends a trial as
-PRUNED with an infeasible constraint. Each sampler needs help to learn from that:
-
-- TPE ranks infeasible trials last, but its first trials are random, as are NSGA-II's first generation and its
-  mutations. `InfeasibleFilterSampler` replaces a choice whose trials were all infeasible.
-- GP uses only COMPLETE trials. `PrunedAwareSampler` shows it a copy of the study, and also TPE if trials
-  pause by several objectives.
-- Random and QMC do not learn: with them, such a trial ends before training.
-
-A sampler class of other code (`named_class`) gets the view of `DeviceSampler` and is wrapped in
-`InfeasibleFilterSampler`.
+An infeasible precision ends a trial as PRUNED with an infeasible constraint. TPE ranks such trials last, but
+its first trials are random, as are NSGA-II's first generation and its mutations: `InfeasibleFilterSampler`
+replaces a choice whose trials were all infeasible. GP uses only COMPLETE trials: `PrunedAwareSampler` shows
+it a copy of the study, and also TPE if trials pause by several objectives. With random and QMC, such a trial
+ends before training.
 
 TPE and GP return to a good configuration: `AvoidRepeats` changes that. The points of a grid are chosen with
 the claim of a trial (`points`); a sampler draws only the settings outside them.
@@ -40,8 +34,7 @@ from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSa
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.named_class import build_named_pruner, build_named_sampler, trust_classes
 
-TRIED = 3
-"""Number of trials for testing a sampler of other code: the first are random in many samplers."""
+TRIED = 3  # number of trials for testing a sampler of other code: the first are random in many samplers
 
 
 def build_sampler(
@@ -53,13 +46,10 @@ def build_sampler(
     skipped: Container[str] = (),
     explores: bool = False,
 ) -> BaseSampler:
-    """Return the sampler of one worker of a study.
+    """Return the sampler of one worker of a study, without the `skipped` precisions.
 
-    Args:
-        worker_number: added to the seed, so that all workers try different configurations. The workers of
-            `qmc` continue one sequence and share the seed.
-        skipped: precisions not to draw.
-        explores: let TPE and GP draw half of the configurations at random (`HalfRandom`).
+    `worker_number` is added to the seed, so that all workers try different configurations. The workers of
+    `qmc` continue one sequence and share the seed. With `explores`, TPE and GP draw half at random.
     """
     drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
@@ -88,7 +78,6 @@ def _drawn_space(space: SearchSpace, skipped: Container[str]) -> SearchSpace:
 def _build_optuna_sampler(
     config: SamplerConfig, space: SearchSpace, seed: int, *, explores: bool
 ) -> BaseSampler:
-    """Return Optuna's sampler in its wrappers against infeasible trials."""
     if not config.is_optuna_own:
         return InfeasibleFilterSampler(build_named_sampler(config, seed), seed)
     name, options = config.name, config.options

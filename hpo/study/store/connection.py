@@ -20,8 +20,7 @@ from typing import Any
 import psycopg
 import sqlalchemy as sa
 
-BUSY_SECONDS = 60.0
-"""Longest wait for another program's lock on a SQLite database."""
+BUSY_SECONDS = 60.0  # longest wait for another program's lock on a SQLite database
 ANSWER_SECONDS = 30.0
 """A statement takes milliseconds; over a network that delays each packet by 0.5 s, about a second."""
 IDLE_SECONDS = 45.0

@@ -1,12 +1,9 @@
 """Copy of a whole study from one database to another, where it continues like the original.
 
-`optuna.copy_study` commits trial by trial, so a killed copy leaves half a study, and it ignores our tables.
-Here the rows of Optuna's tables and ours are read in one snapshot and written in one transaction. The study
-keeps its token, so its trials find their checkpoints.
-
-Dead workers lose their claims. Optuna's heartbeats, compatibility checks and NSGA-II's lists of parents are
-not copied: the ids in those lists are valid in the source only. The sampler selects parents again, among the
-trials of the copy, so they may differ from the parents in the source.
+The rows of Optuna's tables and ours are read in one snapshot and written in one transaction. The study keeps
+its token, so its trials find their checkpoints. Dead workers lose their claims. Optuna's heartbeats,
+compatibility checks and NSGA-II's lists of parents are not copied: the ids in those lists are valid in the
+source only, so the sampler selects parents again.
 """
 
 from __future__ import annotations
@@ -21,9 +18,9 @@ from hpo.redaction import redact
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import snapshot
 from hpo.study.store.failures import explain
-from hpo.study.store.lock import exclusive
+from hpo.study.store.foreign import remove_optuna_orphans
+from hpo.study.store.opening import exclusive
 from hpo.study.store.optuna_internals import study_id_of
-from hpo.study.store.orphans import remove_optuna_orphans
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
 
@@ -65,7 +62,6 @@ def copy_study(source: Storage, target: Storage, name: str) -> int:
 
 
 def _read(source: Storage, name: str, study_id: int) -> _Rows:
-    """Read all rows of the study, in the order of their creation."""
     in_study = sa.select(_TRIALS.c.trial_id).where(_TRIALS.c.study_id == study_id)
     conditions = {studies: studies.c.name == name, _TRIALS: _TRIALS.c.study_id == study_id}
     conditions |= {table: table.c.study == name for table in (*OURS, workers)}
@@ -87,7 +83,6 @@ def _read(source: Storage, name: str, study_id: int) -> _Rows:
 
 
 def _make_room(connection: sa.Connection, url: str, token: str, name: str) -> None:
-    """Remove the rests of a deleted study of this name. Raises InputError if such a study exists."""
     if connection.execute(sa.select(_STUDIES).where(_STUDIES.c.study_name == name)).first() is not None:
         same = sa.select(studies.c.name).where(studies.c.name == name, studies.c.token == token)
         if connection.execute(same).first() is not None:
@@ -101,7 +96,6 @@ def _make_room(connection: sa.Connection, url: str, token: str, name: str) -> No
 
 
 def _write(connection: sa.Connection, name: str, rows: _Rows) -> int:
-    """Write the rows, with new ids in Optuna's tables; return the number of trials."""
     made = sa.insert(_STUDIES).values(study_name=name).returning(_STUDIES.c.study_id)
     study_id = connection.execute(made).scalar_one()
     trial_ids: dict[int, int] = {}

@@ -13,8 +13,7 @@ from hpo.errors import HpoError, RunError, StorageError, shorten
 from hpo.redaction import redact
 from hpo.study.store.database import without_password
 
-DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError)
-"""The exceptions of a call to the database."""
+DATABASE_ERRORS = (SQLAlchemyError, StorageInternalError)  # the exceptions of a call to the database
 _LOST_BEFORE = "8s2b"  # SQLAlchemy's code: the connection was lost before this statement of a transaction
 _READ_ONLY = "25006"  # PostgreSQL's code: the server is not the primary, or not any more
 
@@ -36,24 +35,17 @@ _WRONG_INPUT = {
         "the server refuses this user and password. Check both in the storage URL"
     ),
     r'database "[^"]*" does not exist': "the server has no such database. Create it, e.g. with `createdb`",
-    r"root certificate file|certificate verify failed|does not match host name": (
-        "`sslrootcert` in the URL must vouch for the server's certificate, and the certificate must be for "
-        "this host's name. Check both"
-    ),
-    r"invalid \S+ value|invalid connection option|invalid integer value": (
-        "PostgreSQL does not know such an option. Check the part after `?` in the storage URL"
-    ),
-    r"no pg_hba.conf entry|does not support ssl|certificate|ssl error": (
-        "the server refuses such a connection. Check `sslmode` in the URL and the server's pg_hba.conf"
+    r"certificate|ssl|no pg_hba.conf entry|connection option|invalid (\S+ value|integer|port)": (
+        "the server and the URL's port and options must fit. Check the part after `?`, such as `sslmode` and "
+        "`sslrootcert`, and the server's pg_hba.conf"
     ),
     r"permission denied for|must be owner": (
         "the user must be allowed to create tables and to write them. Grant it, e.g. with "
         "`GRANT CREATE, USAGE ON SCHEMA public TO user`"
     ),
-    r"unable to open database file": (
-        "the file cannot be opened or created. Its folder must exist, and both must be writable"
+    r"unable to open database file|file is not a database|malformed": (
+        "it must be a SQLite database. Its folder must exist, and both must be writable"
     ),
-    r"file is not a database|malformed": "it must be a SQLite database. Name another file, or move this one",
 }
 _BLOCKED = {
     r"database is locked": "another program holds it locked. End that, or use PostgreSQL for many workers",

@@ -1,46 +1,78 @@
-"""Foreign trials: another program, such as a plain Optuna script, added them to a study of hpo.
+"""Foreign trials of another program, and orphans: rows of deleted studies and trials.
 
 A worker inserts the claim of a trial in the transaction that begins the trial. So a begun trial without a
-claim is foreign. Samplers and pruners do not see it, and it counts for nothing. A waiting trial is not
-foreign, whoever enqueued it: the next worker runs it.
+claim is foreign: a plain Optuna script added it. Samplers and pruners do not see it, and it counts for
+nothing. A waiting trial is not foreign, whoever enqueued it: the next worker runs it. A trial of hpo stays
+one if another program ends it. It counts as failed, and its values are ignored.
 
-A trial of hpo stays one if another program ends it. It counts as failed, and its values are ignored.
+SQLite checks no foreign keys. If somebody deletes a study while a process writes to one of its trials, that
+row stays. SQLite also gives ids of deleted studies and trials to new ones, which would inherit such rows.
+The dashboard and plain Optuna delete nothing from our tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import sqlalchemy as sa
+from optuna.trial import TrialState
 
-from hpo.study.store.optuna_tables import studies, trials
-from hpo.study.store.schema import claims
-from hpo.study.store.schema import studies as hpo_studies
-
-ENDED_OUTSIDE = "somebody ended it outside of hpo."
-"""Reason of a trial of hpo after another program ended it."""
-_FEW = 1000  # values that a statement of any database can hold
+from hpo.study.store import optuna_internals
+from hpo.study.store.optuna_internals import studies as optuna_studies
+from hpo.study.store.optuna_internals import trials
+from hpo.study.store.schema import claims, delete_rows, metadata, studies
+from hpo.study.store.storage import Storage
 
 
 def is_foreign(study: str) -> sa.ColumnElement[bool]:
-    """Return the condition that a trial of this study is foreign, for a query of `optuna_tables.trials`."""
+    """Return the condition that a trial of this study is foreign, for a query of Optuna's trials."""
     claimed = sa.exists().where(claims.c.study == study, claims.c.trial_number == trials.c.number)
-    return sa.and_(sa.cast(trials.c.state, sa.String) != "WAITING", ~claimed)
+    return sa.and_(trials.c.state != TrialState.WAITING, ~claimed)
 
 
-def in_state(study: str, state: str) -> sa.Select[tuple[int, int]]:
-    """Return the query for the ids and numbers of a study's trials in this state, by number."""
-    query = sa.select(trials.c.trial_id, trials.c.number).join(
-        studies, studies.c.study_id == trials.c.study_id
-    )
-    is_state = sa.cast(trials.c.state, sa.String) == state  # an enumeration in PostgreSQL
-    return query.where(studies.c.study_name == study, is_state).order_by(trials.c.number)
+def in_state(study: str, state: TrialState) -> sa.Select[tuple[int, int]]:
+    query = sa.select(trials.c.trial_id, trials.c.number).join(optuna_studies)
+    query = query.where(optuna_studies.c.study_name == study, trials.c.state == state)
+    return query.order_by(trials.c.number)
 
 
-def claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set[int] | None:
-    """Return the claimed trials among `numbers`, or None if the study is not one of hpo."""
-    few = len(numbers) < _FEW
-    these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number >= min(numbers)
-    of_hpo = studies.join(hpo_studies, hpo_studies.c.name == studies.c.study_name)
-    with_claims = of_hpo.outerjoin(claims, sa.and_(claims.c.study == studies.c.study_name, these))
-    query = sa.select(claims.c.trial_number).select_from(with_claims).where(studies.c.study_id == study_id)
-    claimed_numbers = {*connection.execute(query).scalars()}
-    return claimed_numbers - {None} if claimed_numbers else None
+def _optuna_orphans(connection: sa.Connection) -> Iterator[tuple[sa.Table, sa.ColumnElement[bool]]]:
+    if connection.dialect.name == "sqlite":  # PostgreSQL checks the foreign keys
+        for table in optuna_internals.tables:
+            parents = [~sa.exists().where(key.column == key.parent) for key in table.foreign_keys]
+            if parents:
+                yield table, sa.or_(*parents)
+
+
+def count_optuna_orphans(connection: sa.Connection) -> dict[str, int]:
+    """Count the rows of Optuna's tables without their study or trial, by table."""
+    counts = {}
+    for table, is_orphan in _optuna_orphans(connection):
+        query = sa.select(sa.func.count()).select_from(table).where(is_orphan)
+        counts[table.name] = connection.execute(query).scalar_one()
+    return {name: count for name, count in counts.items() if count}
+
+
+def remove_optuna_orphans(connection: sa.Connection) -> None:
+    """Remove the rows of Optuna's tables without their study or trial."""
+    for table, is_orphan in _optuna_orphans(connection):  # parents first: their rows are orphans then
+        connection.execute(sa.delete(table).where(is_orphan))
+
+
+def deleted_studies(storage: Storage, connection: sa.Connection) -> list[str]:
+    """Return the names of studies with rows in our tables, but not in Optuna's."""
+    existing = {row.name for row in storage.studies(connection)}
+    named = [table.c.study for table in metadata.sorted_tables if "study" in table.c] + [studies.c.name]
+    names = sa.union(*(sa.select(column) for column in named))
+    return sorted(set(connection.execute(names).scalars()) - existing)
+
+
+def remove_deleted(storage: Storage, name: str) -> None:
+    """Remove our rows of a study that is missing in Optuna's tables."""
+
+    def remove() -> None:
+        with storage.exclusive() as connection:
+            if name in deleted_studies(storage, connection):
+                delete_rows(connection, name)
+
+    storage.persist(remove)

@@ -1,9 +1,8 @@
 """States of a study: open, paused, cancelled, deleted.
 
 Workers read the state with each heartbeat and each claim. In a study that is not open they checkpoint their
-trials, release them as `preempted` and leave; nobody claims a trial. A paused study continues when it is open
-again. The unfinished trials of a cancelled study end, by the last worker to leave or by the command. If it is
-opened again, other trials begin instead.
+trials, release them as `preempted` and leave. A paused study continues when it is open again. The unfinished
+trials of a cancelled study end, by the last worker to leave or by the command.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hpo.config.study_file import check_study_name, show
 from hpo.errors import RunError, StorageError, printable
 from hpo.study.store import optuna_internals
 from hpo.study.store.foreign import in_state, is_foreign
-from hpo.study.store.lock import exclusive
+from hpo.study.store.opening import exclusive
 from hpo.study.store.optuna_internals import delete_study_rows
 from hpo.study.store.schema import claims, delete_rows, studies, workers
 from hpo.study.store.storage import Storage, is_stored, num_open
@@ -39,7 +38,6 @@ def study_state(connection: sa.Connection, name: str, token: str | None = None) 
 
 
 def read_state(storage: Storage, name: str) -> str | None:
-    """Return `study_state`, read in a transaction of its own."""
     return storage.read(lambda connection: study_state(connection, name))
 
 
@@ -53,8 +51,7 @@ def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
 
 
 def has_complete(connection: sa.Connection, name: str) -> bool:
-    """Return true if a trial of the study is complete."""
-    complete = in_state(name, "COMPLETE").where(~is_foreign(name))
+    complete = in_state(name, TrialState.COMPLETE).where(~is_foreign(name))
     return connection.execute(complete.limit(1)).first() is not None
 
 
@@ -86,7 +83,6 @@ def wait_for_workers(storage: Storage, name: str, seconds: float) -> list[str]:
 
 
 def processes(rows: Iterable[Any]) -> list[str]:
-    """Return the processes of these workers, as texts."""
     return sorted(f"process {row.pid} on {printable(row.host)}" for row in rows)
 
 
@@ -109,10 +105,7 @@ def delete_study(storage: Storage, name: str) -> None:
 
 
 def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
-    """Return the folder of a study's checkpoints, shared or on this machine.
-
-    Raises StorageError if the stored study is damaged, and InputError if this machine forbids the location.
-    """
+    """Return the folder of a study's checkpoints. Raises StorageError, or InputError if it is not allowed."""
     check_study_name(name)
     stored = checkpoint_config(name, storage.read_definition(name))
     check_allowed(name, checkpoint_path(stored))

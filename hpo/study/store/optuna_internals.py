@@ -2,8 +2,8 @@
 
 - Its tables: a trial is made in the transaction that inserts its claim, and whole studies are read, copied
   and deleted.
-- The ids of its objects, and its sorting by fronts.
-- A storage that hides foreign trials, and a study that shows other trials to its samplers.
+- The ids of its objects, its sorting by fronts, and a study that shows other trials to its samplers.
+- A storage that hides foreign trials.
 
 `tests/study/store/test_optuna_internals.py` lists the checked versions of Optuna.
 """
@@ -36,7 +36,8 @@ from optuna.study.study import _SYSTEM_ATTR_METRIC_NAMES
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hpo.outcome import Outcome
-from hpo.study.store.foreign import ENDED_OUTSIDE, claimed
+from hpo.study.store.schema import claims
+from hpo.study.store.schema import studies as hpo_studies
 
 tables: list[sa.Table] = BaseModel.metadata.sorted_tables
 """All tables of Optuna. A table comes after the tables that it references."""
@@ -51,20 +52,22 @@ user_attributes = _named["trial_user_attributes"]
 system_attributes = _named["trial_system_attributes"]
 intermediate_values = _named["trial_intermediate_values"]
 
-non_domination_ranks = _fast_non_domination_rank
-"""Front of each row of losses [N, K], 0 for the first front."""
+REVISION = "v3.2.0.a"
+"""Version of these tables. For any other version, Optuna checks its tables at opening."""
+ENDED_OUTSIDE = "somebody ended it outside of hpo."  # reason of a trial of hpo after another program ended it
+_FEW = 1000  # values that a statement of any database can hold
+
+non_domination_ranks = _fast_non_domination_rank  # front of each row of losses [N, K], 0 for the first front
 
 
 # Objects
 
 
 def study_id_of(study: Study) -> int:
-    """Return the storage's id of a study."""
     return study._study_id
 
 
 def trial_id_of(trial: Trial | FrozenTrial) -> int:
-    """Return the storage's id of a trial."""
     return trial._trial_id
 
 
@@ -74,7 +77,6 @@ def all_trials(study: Study) -> list[FrozenTrial]:
 
 
 def is_in(distribution: BaseDistribution, value: Any) -> bool:
-    """Return true if a parameter of this distribution may have the value."""
     try:
         return distribution._contains(distribution.to_internal_repr(value))
     except (ValueError, TypeError):
@@ -127,7 +129,7 @@ class OwnTrials(_CachedStorage):
         begun = [trial for trial in trials if trial.state != TrialState.WAITING]
         if unknown := [trial for trial in begun if trial.number not in known]:
             with self._backend.engine.connect() as connection:
-                numbers = claimed(connection, study_id, [trial.number for trial in unknown])
+                numbers = _claimed(connection, study_id, [trial.number for trial in unknown])
             if numbers is None:
                 return super().get_all_trials(study_id, deepcopy, states)
             is_claimed = ((trial, trial.number in numbers) for trial in unknown)
@@ -144,13 +146,22 @@ class OwnTrials(_CachedStorage):
 
 
 def _as_hpo_ended(trial: FrozenTrial) -> FrozenTrial:
-    """Return a trial as FAIL if another program ended it, otherwise unchanged."""
     if not trial.state.is_finished() or "outcome" in trial.user_attrs:  # hpo stores it with the end
         return trial
     shown = copy.copy(trial)
     shown.state, shown.values, shown.system_attrs = TrialState.FAIL, None, {}
     shown.user_attrs = {**trial.user_attrs, "outcome": Outcome.FAILED, "outcome_reason": ENDED_OUTSIDE}
     return shown
+
+
+def _claimed(connection: sa.Connection, study_id: int, numbers: list[int]) -> set[int] | None:
+    few = len(numbers) < _FEW
+    these = claims.c.trial_number.in_(numbers) if few else claims.c.trial_number >= min(numbers)
+    of_hpo = studies.join(hpo_studies, hpo_studies.c.name == studies.c.study_name)
+    with_claims = of_hpo.outerjoin(claims, sa.and_(claims.c.study == studies.c.study_name, these))
+    query = sa.select(claims.c.trial_number).select_from(with_claims).where(studies.c.study_id == study_id)
+    claimed_numbers = {*connection.execute(query).scalars()}
+    return claimed_numbers - {None} if claimed_numbers else None
 
 
 class StudyView(Study):
@@ -192,9 +203,12 @@ def create_tables(connection: sa.Connection) -> None:
 
 
 def stored_version(connection: sa.Connection) -> str | None:
-    """Return the version of Optuna that created the tables, or None for new tables."""
     version: str | None = connection.execute(sa.select(_named["version_info"].c.library_version)).scalar()
     return version
+
+
+def revision(connection: sa.Connection) -> str | None:
+    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar()
 
 
 # Rows
@@ -203,8 +217,7 @@ def stored_version(connection: sa.Connection) -> str | None:
 def lock_trials(connection: sa.Connection, study_id: int) -> bool:
     """Lock the trials of a study, first in a transaction; return false if the study is gone.
 
-    Each trial gets the number after the last one, so one transaction adds trials at a time. Optuna uses the
-    same lock.
+    One transaction adds trials at a time, because each gets the next number. Optuna uses the same lock.
     """
     this = sa.select(studies.c.study_id).where(studies.c.study_id == study_id)
     if connection.dialect.name == "sqlite":
@@ -272,8 +285,13 @@ def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, 
     connection.execute(sa.insert(intermediate_values).values(**new, intermediate_value_type="FINITE"))
 
 
+def constraint(key: str, value: Any) -> dict[str, float]:
+    if key == _CONSTRAINTS_KEY:  # Optuna before 5 stores all of them like this
+        return {str(index): each for index, each in enumerate(value)}
+    return {key.removeprefix(f"{_CONSTRAINTS_KEY}:"): value}
+
+
 def is_unfinished(trial_id: int) -> sa.ColumnElement[bool]:
-    """Return the condition that a trial is RUNNING or WAITING."""
     this = (trials.c.trial_id == trial_id, trials.c.state.in_((TrialState.RUNNING, TrialState.WAITING)))
     return sa.exists().where(*this)
 
@@ -319,7 +337,6 @@ def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[
 def create_study(
     connection: sa.Connection, name: str, directions: Iterable[str], metric_names: Sequence[str]
 ) -> int:
-    """Add a study without trials and return its id."""
     new = sa.insert(studies).values(study_name=name).returning(studies.c.study_id)
     study_id: int = connection.execute(new).scalar_one()
     for objective, direction in enumerate(directions):
@@ -347,7 +364,6 @@ def find_study(connection: sa.Connection, name: str, key: str) -> tuple[int | No
 
 
 def set_study_attribute(connection: sa.Connection, study_id: int, key: str, value: Any) -> None:
-    """Set a system attribute of a study."""
     of_study = (study_system_attributes.c.study_id == study_id, study_system_attributes.c.key == key)
     connection.execute(sa.delete(study_system_attributes).where(*of_study))
     new = {"study_id": study_id, "key": key, "value_json": json.dumps(value)}
@@ -355,14 +371,12 @@ def set_study_attribute(connection: sa.Connection, study_id: int, key: str, valu
 
 
 def start_trial(connection: sa.Connection, trial_id: int) -> bool:
-    """Start a WAITING trial; return false if it waits no more."""
     waiting = (trials.c.trial_id == trial_id, trials.c.state == TrialState.WAITING)
     start = sa.update(trials).where(*waiting).values(state=TrialState.RUNNING, datetime_start=_now())
     return connection.execute(start).rowcount > 0
 
 
 def delete_study_rows(connection: sa.Connection, name: str) -> None:
-    """Remove a study and its trials, if they exist."""
     this = sa.select(studies.c.study_id).where(studies.c.study_name == name)
     study_ids = list(connection.execute(this).scalars())
     in_study = sa.select(trials.c.trial_id).where(trials.c.study_id.in_(study_ids))

@@ -19,15 +19,11 @@ def this_machine() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start time of process `pid` of this machine, in clock ticks since boot.
-
-    None: the process is gone. "": it belongs to another user and is hidden (`hidepid`, see proc(5)).
-    """
+    """Return the start time of process `pid` of this machine. None: it is gone; "": it is hidden."""
     return _read_process(pid)[1]
 
 
 def _read_process(pid: int) -> tuple[str, str | None]:
-    """Return the state of a process (a letter, see proc_pid_stat(5)) and its `process_start`."""
     try:
         # The fields after the name. The name is in parentheses and may contain anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -60,8 +56,7 @@ def this_job() -> str | None:
 def is_running(worker: Any) -> bool | None:
     """Return true if the process of a row of `hpo_workers` runs on this machine.
 
-    None: only the worker's heartbeats can tell. The worker is on another machine, its process is hidden, or
-    the process is stopped (SIGSTOP, a debugger) and may never continue.
+    None: only heartbeats can tell. It is on another machine, hidden, or stopped (SIGSTOP, a debugger).
     """
     if worker.machine != this_machine():
         return None

@@ -89,8 +89,6 @@ evaluations = sa.Table(
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """One evaluation of one trial."""
-
     step: int  # step of the trial; increases with each evaluation
     epoch: float
     seconds: float
@@ -114,7 +112,7 @@ row_statistics = sa.Table(
     metadata,
     sa.Column("study", _NAME, primary_key=True),
     sa.Column("trial_number", sa.Integer, primary_key=True),
-    sa.Column("content", sa.LargeBinary, nullable=False),  # of `hpo.study.reading.row_statistics`
+    sa.Column("content", sa.LargeBinary, nullable=False),  # of `hpo.study.reading.detailed_evaluations`
 )
 
 compat = sa.Table(
@@ -136,7 +134,6 @@ def create_tables(connection: sa.Connection) -> None:
 
 
 def stored_version(connection: sa.Connection) -> str | None:
-    """Return the version of our tables in a database, or None if there are none."""
     names = set(sa.inspect(connection).get_table_names())
     if not names & {version.name, studies.name}:
         return None
@@ -145,7 +142,6 @@ def stored_version(connection: sa.Connection) -> str | None:
 
 
 def delete_rows(connection: sa.Connection, study: str) -> None:
-    """Remove all rows of a study from our tables."""
     for table in metadata.sorted_tables:
         if "study" in table.c:
             connection.execute(sa.delete(table).where(table.c.study == study))

@@ -2,11 +2,17 @@
 
 Optuna keeps the trials. Our tables (`schema`) keep the definition, the claims and workers, every evaluation
 and the compatibility checks. Each call costs a commit, so one JSON attribute holds a trial's telemetry.
+
+No two clocks are compared: a worker is silent while its row does not change, by the monotonic clock of the
+watching process. Time without access to the database does not count. After an outage all workers were silent,
+and the first worker to return must not take over the trials of all others.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import sqlite3
 import threading
@@ -20,30 +26,74 @@ from typing import Any, TypeVar
 import optuna
 import sqlalchemy as sa
 from optuna.study import Study
+from optuna.trial import TrialState
 from sqlalchemy.exc import IntegrityError
 
 from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.redaction import redact
-from hpo.study.store import optuna_tables
-from hpo.study.store.availability import Availability
+from hpo.study.store import optuna_internals
 from hpo.study.store.failures import DATABASE_ERRORS, explain, is_locked, is_outage, is_wrong_input
-from hpo.study.store.lock import exclusive
-from hpo.study.store.opening import open_database, optuna_storage
+from hpo.study.store.opening import exclusive, open_database, optuna_storage
 from hpo.study.store.optuna_internals import OwnTrials
 from hpo.study.store.process import is_running, this_machine
 from hpo.study.store.schema import claims, compat, studies, workers
+
+_logger = logging.getLogger(__name__)
+
+
+class Availability:
+    def __init__(self) -> None:
+        self._last_answer = -math.inf
+        self._away_since: float | None = None
+        self._watched: dict[str, tuple[object, float]] = {}
+
+    @property
+    def is_away(self) -> bool:
+        """True if the last call got no answer."""
+        return self._away_since is not None
+
+    def note_answer(self, longest_gap: float) -> None:
+        """Note an answer of the database. After more than `longest_gap` seconds, silence is unknown."""
+        self._forget_after_gap(longest_gap)
+        self._last_answer = time.monotonic()
+        if self._away_since is not None:
+            _logger.warning("The database is back after %.0f s.", self._last_answer - self._away_since)
+            self._away_since = None
+
+    def note_outage(self, explanation: str) -> None:
+        self._watched.clear()
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            _logger.warning("The database is away; waiting for it. (%s)", explanation)
+
+    def silent_seconds(self, worker: str, heartbeat: object, longest_gap: float) -> float:
+        """Return how long this process has seen the same heartbeat of a worker without a break.
+
+        A break is an outage, or a `longest_gap` without a call of this process.
+        """
+        self._forget_after_gap(longest_gap)
+        now = time.monotonic()
+        last, since = self._watched.get(worker, (None, now))
+        if last != heartbeat:
+            since = now
+        self._watched[worker] = (heartbeat, since)
+        return now - since
+
+    def _forget_after_gap(self, longest_gap: float) -> None:
+        if time.monotonic() - self._last_answer > longest_gap:
+            self._watched.clear()
+
 
 T = TypeVar("T")
 
 TOKEN_ATTR = "hpo:token"
 """System attribute of a study: distinguishes it from a deleted study of the same name."""
-COMPARISON_ATTR = "comparison:"
-"""Prefix of a study's user attributes with results of `hpo compare`."""
+COMPARISON_ATTR = "comparison:"  # prefix of a study's user attributes with results of `hpo compare`
 
 
 def _in_optuna() -> sa.ColumnElement[bool]:
-    made, attributes = optuna_tables.studies, optuna_tables.study_system_attributes
+    made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
     token = sa.literal('"') + studies.c.token + '"'  # JSON
     same_token = (attributes.c.key == TOKEN_ATTR, attributes.c.value_json == token)
     same_study = (made.c.study_name == studies.c.name, attributes.c.study_id == made.c.study_id)
@@ -61,11 +111,11 @@ def is_stored(study: str, token: str, *where: sa.ColumnElement[bool]) -> sa.Colu
 
 
 def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> dict[str, dict[str, int]]:
-    """Count the `n_trials` of each study by state: `open` (not begun), `running`, `done` and `paused`.
+    """Count the `n_trials` of each study by state: `open` (not begun), `running`, `done`, `paused` if any.
 
-    `where` selects rows of `hpo_studies`. A study without paused trials has no key `paused`.
+    `where` selects rows of `hpo_studies`.
     """
-    trials, made = optuna_tables.trials, optuna_tables.studies
+    trials, made = optuna_internals.trials, optuna_internals.studies
     paused = sa.and_(claims.c.paused_at.is_not(None), claims.c.owner.is_(None)).label("paused")
     same_trial = (trials.c.study_id == made.c.study_id) & (trials.c.number == claims.c.trial_number)
     query = sa.select(studies.c.name, trials.c.state, paused, sa.func.count()).where(claims.c.counts, *where)
@@ -76,9 +126,9 @@ def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> d
     for name, state, is_paused, count in connection.execute(
         query.group_by(studies.c.name, trials.c.state, paused)
     ):
-        if state == "WAITING":
+        if state == TrialState.WAITING:
             kind = "open"  # the retry of a failed attempt
-        elif state != "RUNNING":
+        elif state != TrialState.RUNNING:
             kind = "done"
         else:
             kind = "paused" if is_paused else "running"
@@ -103,20 +153,14 @@ def num_open(connection: sa.Connection, study: str) -> int:
 def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:
     """Connect to the study database at `url` and create missing tables.
 
-    Args:
-        create: False for commands that only read: a missing database is an error.
-        stop: for a worker: it waits for an unavailable database until this is set.
-
-    Raises:
-        StorageError: the URL cannot be used.
-        RunError: the database cannot be used now; OutageError: it stayed away for `Storage.patience_seconds`.
+    Without `create`, a missing database is an error. A worker waits for an unavailable one until `stop` is
+    set. Raises StorageError if the URL cannot be used, RunError (OutageError) if the database cannot be used
+    now.
     """
     return Storage(url, create, stop)
 
 
 class Storage:
-    """An open study database."""
-
     lease_seconds = 60.0  # a worker is dead after this silence, unless its process runs on this machine
     patience_seconds = 3600.0  # longest wait of a call for an unavailable database (restart, network)
 
@@ -178,7 +222,7 @@ class Storage:
     def persist(self, action: Callable[[], T]) -> T:
         """Run `action`, repeatedly while the database is away. It must be safe to run twice.
 
-        Raises OutageError if the database stays away for `patience_seconds`, StoppedError when `stop` is set.
+        Raises OutageError after `patience_seconds`, StoppedError when `stop` is set.
         """
         return self._until_it_answers(lambda: self.attempt(action))
 
@@ -198,8 +242,6 @@ class Storage:
                     raise
 
     def read(self, action: Callable[[sa.Connection], T]) -> T:
-        """Run `action` on a connection, with `persist`."""
-
         def once() -> T:
             with self.engine.connect() as connection:
                 return action(connection)
@@ -207,8 +249,6 @@ class Storage:
         return self.persist(once)
 
     def write(self, action: Callable[[sa.Connection], T]) -> T:
-        """Run `action` in a transaction, with `persist`."""
-
         def once() -> T:
             with self.engine.begin() as connection:
                 return action(connection)
@@ -216,7 +256,6 @@ class Storage:
         return self.persist(once)
 
     def exclusive(self) -> AbstractContextManager[sa.Connection]:
-        """Hold the lock of the whole database (`lock.exclusive`)."""
         return exclusive(self.engine, self.stop)
 
     # Studies
@@ -226,9 +265,8 @@ class Storage:
     ) -> dict[str, sa.Row[Any]]:
         """Return the rows of possibly live workers, by id. All other workers are proven dead.
 
-        On this machine the process is the proof. Elsewhere, and for a stopped process, it is an unchanged row
-        while this `Storage` watched for `lease_seconds`. So a worker elsewhere counts as alive in the first
-        calls, however old its row is: a caller that must know calls again for a lease.
+        On this machine the process is the proof, elsewhere an unchanged row while this `Storage` watched for
+        `lease_seconds`. So a worker elsewhere counts as alive in the first calls, however old its row is.
         """
         rows = connection.execute(sa.select(workers).where(workers.c.state == "live", *where)).all()
         return {row.id: row for row in rows if self._may_be_alive(row)}
@@ -242,11 +280,7 @@ class Storage:
     def heard_workers(
         self, connection: sa.Connection, *where: sa.ColumnElement[bool]
     ) -> dict[str, sa.Row[Any]]:
-        """Return the rows of seemingly live workers, by id, for people to read.
-
-        A worker elsewhere seems alive if its last heartbeat is less than a lease old by the database's clock.
-        After a change of that clock this is wrong until the next heartbeat, so no decision uses it.
-        """
+        """Return the rows of workers with a fresh heartbeat by the database's clock, for people to read."""
         age = sa.func.abs(self.now - workers.c.last_seen) < self.lease_seconds
         query = sa.select(workers, age.label("is_fresh")).where(workers.c.state == "live", *where)
         rows = connection.execute(query).all()
@@ -254,11 +288,7 @@ class Storage:
         return {row.id: row for row in rows if running[row.id] or (running[row.id] is None and row.is_fresh)}
 
     def watch_workers(self, *where: sa.ColumnElement[bool]) -> list[sa.Row[Any]]:
-        """Watch workers until one proves to be alive or all are dead; return the live ones.
-
-        A process on this machine is known at once, a live worker elsewhere at its next heartbeat, and a dead
-        one after a lease. Raises StoppedError if `stop` is set meanwhile.
-        """
+        """Watch workers until one proves to be alive or all are dead; return the live ones."""
         first: dict[str, float] = {}
         while live := self.read(lambda connection: self.live_workers(connection, *where)):
             for row in live.values():
@@ -314,7 +344,6 @@ class Storage:
         return token
 
     def store_comparison(self, name: str, question: str, result: Mapping[str, Any]) -> None:
-        """Store the result of a comparison with the study (`StudyRecord.comparisons`)."""
         key, value = f"{COMPARISON_ATTR}{question}", json_safe(result)
         self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
@@ -329,10 +358,7 @@ class Storage:
         return counts["done"] == sum(counts.values())
 
     def has_other_workers_on(self, device: str) -> bool:
-        """Return true if another process works on this machine's `device` (`DeviceInfo.device_id`).
-
-        Workers of all studies in this database count, and so does a worker on an unknown device.
-        """
+        """Return true if another process works on this machine's `device`, in any study of this database."""
         here = (workers.c.machine == this_machine(), workers.c.pid != os.getpid())
         there = sa.func.coalesce(workers.c.device, device) == device
         return bool(self.read(lambda connection: self.live_workers(connection, *here, there)))
@@ -340,7 +366,6 @@ class Storage:
     # Compatibility cache
 
     def get_compat(self, key: str) -> dict[str, Any] | None:
-        """Return the stored compatibility check of this key, or None."""
         query = sa.select(compat.c.result).where(compat.c.key == key)
         stored = self.read(lambda connection: connection.execute(query).scalar())
         return None if stored is None else dict(json.loads(stored))

@@ -1,32 +1,41 @@
-"""Creation of a study, its resumption with allowed changes, and its binding to data."""
+"""Creation of a study with its first trials, its resumption with allowed changes, its binding to data."""
 
 from __future__ import annotations
 
 import json
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.first import EarlierResults, fitting
+from hpo.config.limits import violation
 from hpo.config.sections import BudgetConfig
 from hpo.config.study_config import StudyConfig
-from hpo.errors import StorageError, StudyChangedError
+from hpo.errors import StorageError, StudyChangedError, StudyFileError
 from hpo.redaction import redact
-from hpo.study.claims.ending import reopen_ended_by_budget
-from hpo.study.sampling.earlier import tried_first
+from hpo.study.store.foreign import in_state, is_foreign, remove_optuna_orphans
 from hpo.study.store.optuna_internals import (
     create_study,
     enqueue_trials,
     find_study,
+    reopen_trial,
     set_study_attribute,
+    trials,
+    user_attributes,
 )
-from hpo.study.store.orphans import remove_optuna_orphans
 from hpo.study.store.schema import claims, delete_rows, evaluations, studies
 from hpo.study.store.storage import TOKEN_ATTR, Storage
+
+SOURCE_ATTR = "source"  # user attribute of a first trial: the source of its configuration
+BUDGET_SPENT = "the budget of the study was not enough for more."
+"""Reason of a trial ended by the study's budget. It continues if the budget is raised."""
 
 _logger = logging.getLogger(__name__)
 
@@ -34,12 +43,9 @@ _logger = logging.getLogger(__name__)
 def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
     """Return the study of `config`, created if it does not exist.
 
-    A lower `n_trials` begins no further trial; begun trials continue to their end. Without `resize`, for a
-    joining worker, the stored `n_trials` stays.
-
-    Raises:
-        StudyChangedError: the stored study has another search space or definition.
-        StudyFileError: its earlier study does not exist.
+    Begun trials continue after a lower `n_trials`. Without `resize`, for a joining worker, the stored number
+    stays. Raises StudyChangedError for another search space or definition, StudyFileError without its earlier
+    study.
     """
 
     def create_or_resume() -> optuna.Study:
@@ -84,7 +90,7 @@ def _create_or_resume(
             "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials
         )
     if _is_raised(stored.get("budget"), config.budget):
-        reopen_ended_by_budget(connection, config.name)
+        _reopen_ended_by_budget(connection, config.name)
     connection.execute(sa.update(studies).where(studies.c.name == config.name).values(resumed))
 
 
@@ -92,9 +98,71 @@ def _is_raised(before: Mapping[str, Any] | None, now: BudgetConfig | None) -> bo
     return before is not None and (now is None or now.hours > before["hours"])
 
 
+def _reopen_ended_by_budget(connection: sa.Connection, study: str) -> None:
+    """Let trials run again after their study's budget, which had ended them, was raised.
+
+    Optuna's storage reads the end of a trial once. So a worker that has already read these ends leaves the
+    trials to workers that start later.
+    """
+    reason = (
+        user_attributes.c.key == "outcome_reason",
+        user_attributes.c.value_json == json.dumps(BUDGET_SPENT),
+    )
+    pruned = in_state(study, TrialState.PRUNED).where(~is_foreign(study))
+    ended = pruned.join(user_attributes, user_attributes.c.trial_id == trials.c.trial_id).where(*reason)
+    for row in connection.execute(ended).all():
+        reopen_trial(connection, row.trial_id, ("outcome", "outcome_reason"))
+
+
 def _definition(config: StudyConfig) -> dict[str, Any]:
     definition = json.dumps(config.definition())
     return {"space_hash": config.space_hash, "n_trials": config.num_trials, "definition": definition}
+
+
+def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """Return the parameters and attributes of the first trials, at most `n_trials`. Raises StudyFileError."""
+    if config.comparison is not None:
+        return []
+    if isinstance(config.first, EarlierResults):
+        first = list(_best_fitting(storage, config, config.first))
+    else:
+        fits = [fitting(config.search_space, params) for params in config.first]
+        first = [(params, f"first.{index}") for index, params in enumerate(fits)]
+    if (surplus := len(first) - config.num_trials) > 0:
+        _logger.warning("first: the last %d are left out of %d trials.", surplus, config.num_trials)
+    return [(params, {SOURCE_ATTR: source}) for params, source in first[: config.num_trials]]
+
+
+def _best_fitting(
+    storage: Storage, config: StudyConfig, earlier: EarlierResults
+) -> Iterator[tuple[dict[str, Any], str]]:
+    used: list[dict[str, Any]] = []
+    left_out: set[str] = set()
+    for trial in _ranked_trials(storage, config, earlier.study):
+        fits = fitting(config.search_space, trial.params)
+        left_out |= trial.params.keys() - fits.keys()
+        if fits and fits not in used:
+            used.append(fits)
+            yield fits, f"trial {trial.number} of {earlier.study}"
+        if len(used) == earlier.top:
+            break
+    if left_out or len(used) < earlier.top:
+        names = ", ".join(f"`{name}`" for name in sorted(left_out)) or "nothing"
+        message = "first: %d configurations of earlier trials are tried; left out, as they do not fit: %s."
+        _logger.warning(message, len(used), names)
+
+
+def _ranked_trials(storage: Storage, config: StudyConfig, name: str) -> list[FrozenTrial]:
+    try:
+        study = storage.load_study(name)
+    except StorageError as error:
+        raise StudyFileError(f"{config.path}: first.study: {error}") from None
+    if len(study.directions) > 1:
+        message = f"must have one objective, but `{name}` has several."
+        raise StudyFileError(f"{config.path}: first.study: {message}")
+    sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return sorted(complete, key=lambda trial: (violation(trial.constraints), sign * trial.values[0]))
 
 
 @dataclass(frozen=True)
@@ -123,10 +191,7 @@ def read_stored(storage: Storage, name: str) -> StudyEntry | None:
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:
-    """Bind the study to its data by their fingerprint, unless it is bound; then `check_data`.
-
-    The definition contains the data's path only, and somebody may edit the file.
-    """
+    """Bind the study to its data by their fingerprint, unless it is bound; then `check_data`."""
     unbound = sa.update(studies).where(studies.c.name == name, studies.c.data.is_(None))
     storage.write(lambda connection: connection.execute(unbound.values(data=fingerprint)))
     check_data(storage, name, fingerprint)

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +16,6 @@ from support.slurm import SlurmCluster
 from support.tiny import write_study
 
 from hpo.cluster.batch.slurm import WorkerArray, requeue_this_job, seconds_of
-from hpo.errors import InputError
 from hpo.study.running.stopping import Stop
 from hpo.study.store.storage import open_storage
 
@@ -68,21 +65,6 @@ def test_no_requeue_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     requeue_this_job("stopped", stop)
     assert requeued == ["7"]
-
-
-def test_job_asks_old_slurm_for_its_end(tmp_path: Path) -> None:
-    script = WorkerArray("tiny", URL, Path("/x/y/z")).script()
-    [line] = [line for line in script.splitlines() if "squeue" in line]
-    (tmp_path / "squeue").write_text("#!/bin/sh\ntouch asked\necho 2030-01-01T00:00:00\n")
-    (tmp_path / "squeue").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    for given, expected in (("123", "123"), ("", "1893456000")):
-        assert not (tmp_path / "asked").exists()
-        variables = {"PATH": path, "SLURM_JOB_ID": "1", "TZ": "UTC", "SLURM_JOB_END_TIME": given}
-        script = f"{line}\nprintenv SLURM_JOB_END_TIME"
-        done = subprocess.run(["bash", "-c", script], env=variables, cwd=tmp_path, capture_output=True)
-        assert done.stdout.decode().strip() == expected
-    assert (tmp_path / "asked").exists()
 
 
 def test_jobs_may_use_paths_of_study_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +118,6 @@ def test_seconds_of_time_limits(given: str, seconds: int | None) -> None:
     assert seconds_of(given) == seconds
 
 
-def test_submit_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InputError, match=r"there is no `sbatch`\. Run this on a login node"):
-        WorkerArray("tiny", URL, tmp_path / "x").submit()
-
-
 class TestRealSlurm:
     pytestmark: ClassVar = [pytest.mark.slurm, pytest.mark.postgres]
 
@@ -175,26 +151,6 @@ class TestRealSlurm:
         slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED", "CANCELLED"}, 120)
         with open_storage(postgres_url) as storage:
             assert storage.trial_counts("tiny")["done"] == 2
-
-    def test_submit_study_by_name(self, slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
-        given = ("--slurm", "--sbatch", "hold", "--storage", postgres_url)
-        path = write_study(tmp_path)
-        ok(hpo_command(tmp_path, "init", "tiny.yaml", "--n-trials", "7", "--storage", postgres_url))
-        path.unlink()
-        for options, num_trials in (((), 7), (("--n-trials", "9"), 9)):
-            ok(hpo_command(tmp_path, "submit", "tiny", *options, *given))
-            with open_storage(postgres_url) as storage:
-                assert storage.trial_counts("tiny")["open"] == num_trials
-        slurm.run("scancel --name=hpo-tiny")
-
-    def test_slurm_refuses_unknown_partition(
-        self, slurm: SlurmCluster, postgres_url: str, tmp_path: Path
-    ) -> None:
-        del slurm
-        write_study(tmp_path)
-        given = ("tiny.yaml", "--slurm", "--partition", "nowhere", "--storage", postgres_url)
-        message = "`sbatch` must succeed, but it says: sbatch: error: invalid partition"
-        refused(hpo_command(tmp_path, "submit", *given), message)
 
     def test_commands_of_cluster_guide(self, slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
         """Run them unchanged, but with a smaller study and less memory."""

@@ -59,16 +59,6 @@ def test_end_running_trials_without_claim(storage: Storage, host: Path) -> None:
     assert found(storage, host) == []
 
 
-def test_waiting_trials_are_no_problem(storage: Storage, host: Path) -> None:
-    opened = storage.load_study("tiny")
-    opened.enqueue_trial({"learning_rate": 1e-4})
-    with WorkerLease(storage, opened, max_retries=1) as worker:
-        run_trial(worker, "failed", traceback="Traceback")
-        run_trial(worker, "preempted")
-        opened.enqueue_trial({"learning_rate": 1e-4})
-    assert found(storage, host) == []
-
-
 @pytest.fixture
 def trial_folder(storage: Storage, host: Path) -> Callable[[int], Path]:
     """Create folders of trials with a checkpoint of 1 MiB."""
@@ -128,7 +118,9 @@ def test_checkpoints_of_damaged_study_stay(
         kept = trial_folder(run_trial(worker))
     with storage.engine.begin() as connection:
         connection.execute(sa.update(studies).values(definition="{"))
-    assert found(storage, host, fix=True) == []
+    [finding] = found(storage, host, fix=True)
+    assert finding.problem == "Study tiny: its definition is damaged."
+    assert not finding.mended
     assert kept.exists()
 
 

@@ -10,9 +10,8 @@ import pytest
 import sqlalchemy as sa
 from support.worker_process import start_process
 
-from hpo.cluster.postgres import programs as postgres_programs
-from hpo.cluster.postgres.postgres_server import PostgresServer
-from hpo.cluster.postgres.programs import find_programs, server_user
+from hpo.cluster.postgres import postgres_server
+from hpo.cluster.postgres.postgres_server import PostgresServer, find_programs, server_user
 from hpo.errors import InputError
 from hpo.study.store.database import storage_url
 
@@ -120,7 +119,7 @@ def test_root_needs_another_user(server: PostgresServer, monkeypatch: pytest.Mon
     def nobody(name: str) -> Any:
         raise KeyError(name)
 
-    monkeypatch.setattr(postgres_programs.pwd, "getpwnam", nobody)
+    monkeypatch.setattr(postgres_server.pwd, "getpwnam", nobody)
     assert server_user(server.data)["user"] == uid, "a database keeps its user"
     with pytest.raises(InputError, match="PostgreSQL refuses to run as root"):
         PostgresServer(server.folder.parent / "other").start()
@@ -140,6 +139,6 @@ def test_find_newest_usable_programs(folder: Path, monkeypatch: pytest.MonkeyPat
     assert find_programs({}).folder.is_relative_to("/usr"), "Debian and Red Hat install outside the PATH"
     with pytest.raises(InputError, match=r"PostgreSQL 9 must be installed, but this machine has 1\d in"):
         find_programs({}, 9)
-    monkeypatch.setattr(postgres_programs, "_INSTALLED_IN", ())
+    monkeypatch.setattr(postgres_server, "_INSTALLED_IN", ())
     with pytest.raises(InputError, match=r"this machine has none\. Install it"):
         find_programs({})

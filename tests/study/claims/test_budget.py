@@ -1,4 +1,4 @@
-"""Studies with a budget of device time: the time spent by workers, also killed and late ones."""
+"""Studies with a budget of device time: the time of all workers, and a raised budget."""
 
 from __future__ import annotations
 
@@ -28,21 +28,18 @@ from support.worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
+from hpo.outcome import Outcome
 from hpo.report.status import study_status
+from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.claims.budget import DeviceClock, StudyBudget
-from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
-from hpo.study.sampling.promotion import (
-    PAUSED_ATTR,
-    RUNGS_ATTR,
-    Promotion,
-    Standings,
-)
+from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR, Promotion, Standings, promotion_of
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
+from hpo.study.store.studies import BUDGET_SPENT, create_or_resume_study
 
 SECONDS = 20.0
 EVALUATION = 0.15
@@ -155,14 +152,56 @@ def test_no_trial_begins_at_the_cost_of_promoted_trials(
         assert (budget.forecast(connection, rungs, paused, 0, 9).num_new > 0) == may_begin
 
 
-def test_idle_workers_share_no_device(storage: Storage) -> None:
-    config = config_of(PRUNERS[0])
-    study_ = create_or_resume_study(storage, config)
-    options = {"max_retries": 1, "device": "cpu", "budget": StudyBudget("tiny")}
-    with WorkerLease(storage, study_, **options) as one, WorkerLease(storage, study_, **options) as other:
-        lease = one.claim()
-        assert lease is not None
-        assert lease.clock.num_sharing == 1
-        second = other.claim()
-        assert second is not None
-        assert second.clock.num_sharing == 2
+def config_with(hours: float | None) -> StudyConfig:
+    return study(50, pruner=PRUNERS[1], **({} if hours is None else {"budget": {"hours": hours}}))
+
+
+def worker_within(storage: Storage, config: StudyConfig) -> Any:
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
+    budget = StudyBudget(config.name, promotion) if config.budget else None
+    return worker_on(storage, config, promotion=promotion, budget=budget)
+
+
+@pytest.fixture
+def url(storage: Storage) -> str:
+    """A study with a spent budget: trial 0 paused, and trial 1 stopped after an evaluation."""
+    with worker_within(storage, config_with(1.0)) as worker:
+        for number in (0, 1):
+            lease, trial = begin(worker)
+            trial.suggest_float("x", 0.0, 1.0)
+            lease.store_params()
+            evaluate(storage, trial, 1, 0.5 + number)
+            if number == 0:
+                lease.pause(0.1, [0.5])
+            worker.record_outcome(lease, result("paused", reason=BUDGET_SPENT))
+        storage.write(lambda it: it.execute(sa.update(claims).values(device_seconds=3600.0)))
+        assert worker.claim() is None
+    return storage.url
+
+
+@pytest.mark.parametrize("hours", [9.0, None])
+def test_trials_continue_after_a_budget_is_raised(url: str, hours: float | None, tmp_path: Path) -> None:
+    with open_storage(url) as storage:
+        assert storage.is_finished("tiny")
+        trials = read_study(storage, "tiny").trials
+        assert [trial.state for trial in trials] == ["PRUNED", "PRUNED"]
+        assert [trial.reason for trial in trials] == [BUDGET_SPENT, BUDGET_SPENT]
+        for number in (0, 1):
+            (tmp_path / f"trial-{number:05d}").mkdir()
+        keep_best_checkpoints(storage.load_study("tiny"), tmp_path, 0)
+        assert len([*tmp_path.glob("trial-*")]) == 2, "they may continue"
+    with open_storage(url) as storage:
+        config = config_with(hours)
+        create_or_resume_study(storage, config)
+        record = read_study(storage, "tiny")
+        assert [trial.outcome for trial in record.trials] == [Outcome.PAUSED, Outcome.PREEMPTED]
+        assert [len(trial.evaluations) for trial in record.trials] == [1, 1], "each keeps its curve"
+        assert record.counts == {"open": 49, "running": 0, "done": 0, "paused": 1}
+        with worker_within(storage, config) as worker:
+            lease, trial = begin(worker)
+            assert trial.number == 1, "the stopped trial continues"
+            evaluate(storage, trial, 2, 0.9)
+            worker.record_outcome(lease, result("complete", values=(0.9,)))
+        (_, complete) = read_study(storage, "tiny").trials
+        assert complete.values == (0.9,)
+        assert len(complete.evaluations) == 2

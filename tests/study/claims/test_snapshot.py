@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import optuna
 import pytest
 import sqlalchemy as sa
-from support.worker_process import begin, change_worker, evaluate, make_and_run, result, study, worker_on
+from support.worker_process import begin, change_worker, result, study, worker_on
 
-from hpo.config.search_space import suggest
-from hpo.errors import LeaseLostError, StorageError
+from hpo.errors import StorageError
 from hpo.study.claims import snapshot
-from hpo.study.claims.ending import end_unclaimed, end_unfinished
-from hpo.study.claims.leases import Lease, WorkerLease
-from hpo.study.claims.runnable import Runnable
-from hpo.study.running.worker import WorkerOptions
+from hpo.study.claims.ending import end_unfinished
+from hpo.study.claims.leases import WorkerLease
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import claims
@@ -76,21 +72,6 @@ def test_concurrently_ended_trial_does_not_run_again(storage: Storage, change_af
     assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 1}
 
 
-def test_concurrently_paused_trial_continues_only_if_promoted(
-    storage: Storage, change_after_reading: Any
-) -> None:
-    with promoting(storage) as first, promoting(storage) as other:
-        lease, _ = begin(first)
-
-        def pause_it() -> None:
-            lease.pause(RUNG, [0.5])
-            first.record_outcome(lease, result("paused"))
-
-        change_after_reading(pause_it)
-        assert begin(other)[0].number == 1
-    assert storage.trial_counts("tiny")["paused"] == 1
-
-
 def test_one_of_two_workers_continues_a_paused_trial(storage: Storage, change_after_reading: Any) -> None:
     pause(storage, 0.3, 0.9)
     claimed = []
@@ -118,19 +99,6 @@ def test_promoted_trial_without_a_worker_continues_first(storage: Storage, end: 
             assert begin(other if end == "asked again" else first)[0].number == 2
 
 
-def test_trial_at_a_later_rung_does_not_end_with_earlier_values(storage: Storage) -> None:
-    pause(storage, 0.3, 0.9)
-    seen = storage.load_study("tiny").get_trials()[1]
-    with promoting(storage) as worker:
-        lease, _ = begin(worker)
-        lease.pause(2 * RUNG, [0.95])
-        worker.record_outcome(lease, result("paused"))
-    assert not storage.write(lambda connection: end_unclaimed(connection, "tiny", seen, None, "behind"))
-    set_state(storage, "tiny", "cancelled")
-    assert end_unfinished(storage, "tiny") == 2
-    assert storage.load_study("tiny").get_trials()[1].value == 0.95
-
-
 def test_ended_paused_trial_has_the_attributes_of_its_last_run(storage: Storage) -> None:
     with worker_on(storage, CONFIG.with_values(n_trials=1), promotion=PROMOTION) as worker:
         for rung in (RUNG, 2 * RUNG):
@@ -145,31 +113,6 @@ def test_ended_paused_trial_has_the_attributes_of_its_last_run(storage: Storage)
     assert trial.user_attrs["peak_memory_bytes"] == 7
     assert trial.user_attrs["telemetry"] == {"rung": 2 * RUNG}
     assert trial.user_attrs["outcome_reason"] == "the study was cancelled"
-
-
-def test_dead_worker_without_a_trial_reserves_no_trial(storage: Storage) -> None:
-    """Only the dead worker could run the better trials."""
-    config = CONFIG.with_values(n_trials=4)
-    only_fp32 = Runnable(PRECISIONS, frozenset({"fp16"}))
-    pause(storage, 0.1, 0.2)
-    pause(storage, 0.8, 0.9, precision="fp16")
-    with (
-        worker_on(storage, config, promotion=PROMOTION) as dead,
-        worker_on(storage, config, promotion=PROMOTION, runnable=only_fp32) as other,
-    ):
-        change_worker(storage, dead, process_start="1")
-        assert begin(other)[0].number == 1
-
-
-def test_trial_leaves_the_machine_of_a_dead_worker(storage: Storage) -> None:
-    with worker_on(storage, study(1), shares_checkpoints=False) as dead:
-        dead.host = "elsewhere"
-        lease, _ = begin(dead)
-        lease.saved_step = 10
-        dead.record_outcome(lease, result("preempted"))
-        change_worker(storage, dead, process_start="1", host="elsewhere")
-        with worker_on(storage, study(1), shares_checkpoints=False) as other:
-            assert begin(other)[0].number == 0
 
 
 # Rows of other programs
@@ -193,69 +136,9 @@ def test_damaged_attribute_is_one_clear_error(storage: Storage, name: str, value
             worker.claim()
 
 
-def test_trials_with_a_broken_precision_continue_last(storage: Storage) -> None:
-    """All trials in fp16 are better than those in fp32 at the rung, and break after it."""
-    pruner = {"name": "promote", "starts": 0.5, "keep": 4, "reduction_factor": 9}
-    space = {**SPACE, "batch_size": {"type": "categorical", "choices": [1, 2, 3, 4]}}
-    config = study(8, sampler={"name": "grid"}, search_space=space, pruner=pruner)
-    promotion = promotion_of(config.pruner, config.directions, 8)
-    continued: list[str] = []
-
-    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
-        params = suggest(config.search_space, trial)
-        lease.store_params()
-        precision, score = params["fp_precision"], params["batch_size"] / 10
-        if trial.user_attrs.get(RESUMED_ATTR) is None:
-            score += precision == "fp16"
-            evaluate(storage, trial, value=score)
-            lease.pause(promotion.pauses_at(0.5, 0.0), [score])
-            return result("paused")
-        continued.append(precision)
-        if precision == "fp16":
-            telemetry = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
-            return result("nonfinite", telemetry=telemetry)
-        return result("complete", values=(score,))
-
-    assert make_and_run(config, storage, execute, WorkerOptions(poll_seconds=0.01)).ended == "finished"
-    assert continued == ["fp16", "fp32", "fp32", "fp32", "fp32"]
-
-
 def test_damaged_claim_is_one_clear_error(storage: Storage) -> None:
     pause(storage, 0.3, 0.9)
     with storage.engine.begin() as connection:
         connection.execute(sa.update(claims).values(paused_at=RUNG / 2))
     with promoting(storage) as worker, pytest.raises(StorageError, match="row in hpo_claims does not fit"):
         worker.claim()
-
-
-def test_concurrently_begun_trial_is_unfinished(storage: Storage, change_after_reading: Any) -> None:
-    config = study(1)
-    with worker_on(storage, config) as first, worker_on(storage, config) as other:
-        change_after_reading(lambda: begin(first))
-        assert other.claim() is None
-        assert other.left == [{}], "another worker has just begun the last trial"
-
-
-def test_worker_of_a_deleted_study_gets_no_trial(storage: Storage) -> None:
-    with worker_on(storage, study(2)) as worker:
-        lease, _ = begin(worker)
-        optuna.delete_study(study_name="tiny", storage=storage.optuna)
-        with pytest.raises(LeaseLostError):
-            worker.record_outcome(lease, result("failed", traceback="Traceback"))
-        assert worker.claim() is None
-
-
-def test_worker_ignores_checkpoints_of_another_machine(storage: Storage) -> None:
-    first, second = (worker_on(storage, study(1), shares_checkpoints=False) for _ in range(2))
-    first.host, second.host = "first", "second"
-    with first:
-        lease, _ = begin(first)
-        lease.saved_step = 10
-        first.record_outcome(lease, result("preempted"))
-    with second:
-        lease, _ = begin(second)
-        assert lease.saved_step == 0
-        lease.saved_step = 10
-        second.record_outcome(lease, result("preempted"))
-    with storage.engine.connect() as connection:
-        assert connection.execute(sa.select(claims.c.host, claims.c.saved_step)).one() == ("second", 10)

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
+import optuna
 import pytest
 import sqlalchemy as sa
-from optuna.trial import TrialState
-from support.whole_study import filled
-from support.worker_process import begin, result, run_trials, study, worker_on
+from support.detailed_documents import document, error, task_document
+from support.worker_process import begin, change_worker, result, run_trials, study, worker_on
 
-from hpo.report.status import study_status
-from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import NOT_READ, best_trials
+from hpo.errors import StorageError
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.detailed_evaluations import _warn_once, store_detailed_evaluation
+from hpo.study.reading.overview import StudyOverview, list_studies
+from hpo.study.reading.reader import json_object, read_study
+from hpo.study.reading.study_record import with_evaluation
+from hpo.study.store.lifecycle import set_state
+from hpo.study.store.schema import detailed_evaluations
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -38,34 +45,91 @@ def test_a_meanwhile_ended_trial_is_read_before_or_after(storage: Storage, table
         assert read_study(reader, "tiny").trials[0].values == (0.5,)
 
 
-def test_trials_of_the_dashboard_have_the_outcome_of_their_state(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    with worker_on(storage, study(2)) as worker:
-        _, trial = begin(worker)
-        opened.tell(trial.number, state=TrialState.FAIL)
-    opened.enqueue_trial({})
-    assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["failed", "waiting"]
+def listed(storage: Storage) -> dict[str, StudyOverview]:
+    return {overview.name: overview for overview in list_studies(storage)}
 
 
-def telemetry(number: int) -> dict[str, Any]:
-    precision = {"observed": {"tf32": False}, "agrees": None if number == 1 else True, "reason": "unseen."}
-    return {"precision": precision, "weights_lost": number == 2}
+def test_an_overview_counts_trials_and_live_workers(storage: Storage) -> None:
+    run_trials(storage, study(2, name="up"))
+    run_trials(storage, study(2, name="down"))
+    opened = create_or_resume_study(storage, study(5, name="begun"))
+    with (
+        WorkerLease(storage, opened, max_retries=0) as worker,
+        WorkerLease(storage, opened, max_retries=0) as dead,
+    ):
+        worker.claim()
+        dead.claim()
+        change_worker(storage, dead, process_start="1")
+        overviews = listed(storage)
+        change_worker(storage, dead, process_start="0")
+    assert list(overviews) == ["up", "down", "begun"]
+    assert (overviews["up"].state, overviews["up"].workers) == ("done", 0)
+    begun = overviews["begun"]
+    assert begun.trials == {"open": 4, "running": 1, "done": 0, "total": 5}
+    assert (begun.state, begun.workers) == ("open", 1)
+    assert begun.created <= begun.now
+    set_state(storage, "begun", "paused")
+    optuna.delete_study(study_name="up", storage=storage.optuna)
+    assert {name: one.state for name, one in listed(storage).items()} == {"down": "done", "begun": "paused"}
 
 
-def test_a_brief_record_has_the_best_trials_and_warnings(storage: Storage) -> None:
-    run_trials(storage, study(4), lambda trial: result("complete", telemetry=telemetry(trial.number)))
-    whole, brief = read_study(storage, "tiny"), read_study(storage, "tiny", brief=True)
-    assert study_status(brief) == study_status(whole)
-    assert len(study_status(brief)["warnings"]) == 2
-    assert best_trials(brief)[0].params == best_trials(whole)[0].params != {}
-    assert brief.trials[3].telemetry is NOT_READ
-    with pytest.raises(RuntimeError, match="was not read"):
-        brief.trials[3].params.get("learning_rate")
+@pytest.mark.parametrize("read", [list_studies, lambda storage: read_study(storage, "s0")])
+def test_the_number_of_queries_is_constant(storage: Storage, read: Callable[[Storage], object]) -> None:
+    statements: list[str] = []
+    sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    counts = []
+    for number in range(3):
+        run_trials(storage, study(2 * number + 1, name="s0"))
+        run_trials(storage, study(2, name=f"s{number}"))
+        statements.clear()
+        read(storage)
+        counts.append(len(statements))
+    assert counts == [counts[0]] * 3
 
 
-def test_a_brief_record_gives_the_same_status_in_every_state(storage: Storage) -> None:
-    filled(storage)
-    whole, brief = read_study(storage, "tiny"), read_study(storage, "tiny", brief=True)
-    assert study_status(brief) == study_status(whole)
-    lengths = [[len(trial.evaluations) for trial in record.trials] for record in (whole, brief)]
-    assert lengths[0] == lengths[1]
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_damaged_json_is_one_clear_error(text: str) -> None:
+    with pytest.raises(StorageError, match="must have a JSON object"):
+        json_object(text)
+
+
+DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\0 ☃", 1.0, 2.0)])})
+
+
+def finished(storage: Storage, name: str = "tiny") -> str:
+    """Run a study of two complete trials and return its token."""
+    run_trials(storage, study(2, name=name))
+    return storage.study_token(name)
+
+
+def detailed(storage: Storage, name: str = "tiny") -> list[Any]:
+    return [trial.detailed for trial in read_study(storage, name).trials]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (json.dumps({**DOCUMENT, "version": 99}), "must have the version 2, but "),
+        (json.dumps({**DOCUMENT, "tasks": None}), "this is no whole detailed evaluation: tasks: "),
+        (json.dumps(DOCUMENT)[:-9], "this is no JSON: "),
+    ],
+    ids=["another version", "damaged", "cut"],
+)
+def test_an_unreadable_document_is_left_out_with_a_warning(
+    storage: Storage, caplog: pytest.LogCaptureFixture, text: str, why: str
+) -> None:
+    _warn_once.cache_clear()
+    token = finished(storage)
+    for split in ("test", "validation"):
+        store_detailed_evaluation(storage, "tiny", token, 1, document({}, split))
+    with storage.engine.begin() as connection:
+        is_test = detailed_evaluations.c.split == "test"
+        connection.execute(sa.update(detailed_evaluations).where(is_test).values(document=text))
+    record = read_study(storage, "tiny")
+    assert [list(trial.detailed) for trial in record.trials] == [[], ["validation"]]
+    assert read_study(storage, "tiny").trials == record.trials
+    (warning,) = [each.message for each in caplog.records]
+    assert warning.startswith("The detailed evaluation of trial 1 on test of tiny is left out: ")
+    assert why in warning
+    store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
+    assert read_study(storage, "tiny").trials == with_evaluation(record, 1, DOCUMENT).trials

@@ -1,19 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import optuna
 import sqlalchemy as sa
-from support import worker_process
-from support.worker_process import begin, evaluate, result, run_trials, study, wait_for
+from support.worker_process import begin, evaluate, result, run_trials, study
 
-from hpo.config.search_space import suggest
-from hpo.outcome import Progress
-from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of, watching
-from hpo.study.running.worker import run_worker
+from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
@@ -23,28 +14,6 @@ def numbers(progress: StudyProgress) -> tuple[list[tuple[int, list[float]]], lis
     """The running trials by number with their last value, and the numbers of the ended ones."""
     running = [(trial.number, list(trial.intermediate_values.values())[-1:]) for trial, _ in progress.running]
     return running, [trial.number for trial in progress.ended]
-
-
-def test_a_trial_is_reported_with_its_values_and_its_end_once(storage: Storage) -> None:
-    create_or_resume_study(storage, study(1))
-    run_trials(storage, study(1), lambda _: result("complete", values=(0.75,)))
-    config = study(2)
-    create_or_resume_study(storage, config)
-    watch = StudyWatch(storage, config)
-    assert numbers(watch.read()) == ([], []), "older trials are not reported"
-
-    def during(trial: optuna.trial.Trial) -> None:
-        [(running, progress)] = watch.read().running
-        assert (running.params, running.intermediate_values, progress) == (trial.params, {}, {})
-        for index, value in enumerate((0.25, 0.5), start=1):
-            evaluate(storage, trial, index, value)
-            assert numbers(watch.read()) == ([(trial.number, [value])], [])
-
-    run_trials(storage, config, during)
-    last = watch.read()
-    assert numbers(last) == ([], [1])
-    assert (last.best, last.num_done) == ((0.75, 0), 2)
-    assert numbers(watch.read()) == ([], [])
 
 
 def test_a_trial_is_reported_at_each_pause_and_at_its_end(storage: Storage) -> None:
@@ -67,45 +36,6 @@ def test_a_trial_is_reported_at_each_pause_and_at_its_end(storage: Storage) -> N
     last = watch.read()
     assert (numbers(last), last.num_done) == (([], [0]), 1)
     assert outcome_of(last.ended[0]) == "complete"
-
-
-def test_the_progress_of_a_trial_arrives_within_seconds(storage: Storage) -> None:
-    """Far more often than a lease needs to be renewed; never the progress of the trial before."""
-    config = study(2)
-    create_or_resume_study(storage, config)
-    watch = StudyWatch(storage, config)
-
-    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
-        suggest(config.search_space, trial)
-        assert watch.read().running[0][1] == {}
-        lease.progress = Progress(10 + trial.number, 0.1, 1.5, None)
-        wait_for(lambda: watch.read().running[0][1].get("step") == 10 + trial.number, seconds=8)
-        return result("complete")
-
-    run_worker(config, storage, execute)
-
-
-def test_a_worker_watches_its_own_trials(storage: Storage, tmp_path: Path) -> None:
-    config = study(6)
-    create_or_resume_study(storage, config)
-    other = worker_process.start(storage.url, config, tmp_path / "log", trial_seconds=0.01)
-    ended: list[int] = []
-    own: list[int] = []
-
-    def during(trial: optuna.trial.Trial) -> None:
-        own.append(trial.number)
-        if len(own) == 1:
-            worker_process.wait_for(lambda: storage.trial_counts("tiny")["done"] >= 3)
-
-    def show(progress: StudyProgress) -> None:
-        ended.extend(trial.number for trial in progress.ended)
-
-    with watching(StudyWatch(storage, config, own=True), show, seconds=0.01):
-        run_trials(storage, config, during)
-    other.join(60)
-    assert other.exitcode == 0
-    assert 0 < len(own) <= 3
-    assert ended == own
 
 
 def test_a_read_does_not_query_ended_trials(storage: Storage) -> None:

@@ -1,16 +1,20 @@
-"""The trials of a study in the view of the Gaussian process."""
+"""The Gaussian process's view of a study, and samplers under limits that rule out the best values."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optuna
 import pytest
+from optuna.samplers import RandomSampler
 from optuna.trial import TrialState
-from support.scripted_study import ScriptedStudy
+from support.scripted_study import Params, ScriptedStudy
 from support.worker_process import study
 
+from hpo.config.limits import violation
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
+from hpo.study.sampling.samplers import build_sampler
 
 
 def scripted(direction: str = "maximize") -> ScriptedStudy:
@@ -26,7 +30,7 @@ def run_trial(current: ScriptedStudy, evaluations: list[float], ended: Any) -> N
 
 
 def view_of(current: ScriptedStudy) -> list[optuna.trial.FrozenTrial]:
-    return PrunedAwareSampler(optuna.samplers.RandomSampler(seed=0)).view(current.study).trials
+    return PrunedAwareSampler(RandomSampler(seed=0)).view(current.study).trials
 
 
 @pytest.mark.parametrize(("direction", "sign"), [("maximize", 1.0), ("minimize", -1.0)])
@@ -69,3 +73,54 @@ def test_trials_at_rungs_have_the_value_of_the_first_rung() -> None:
             current.end(trial, 0.9 if ended == "complete" else ended)
     assert [trial.value for trial in view_of(current)] == [0.3, 0.1, 0.1]
     assert {trial.state for trial in view_of(current)} == {TrialState.COMPLETE}
+
+
+LIMITS = {"peak_memory_bytes": {"max": 8e9}, "evaluation_examples_per_second": {"min": 500}}
+
+
+def position(params: Params) -> float:
+    """Position from 0 to 1 in the range of learning rates."""
+    return math.log10(params["learning_rate"]) / 2 + 2.5
+
+
+def score(params: Params) -> float:
+    """Best at 0.85 in fp32, by far; another hill at 0.2."""
+    far, near = (math.exp(-(((position(params) - at) / 0.15) ** 2)) for at in (0.85, 0.2))
+    return far + 0.6 * near + 0.1 * (params["fp_precision"] == "fp32")
+
+
+def measured(params: Params) -> dict[str, Any]:
+    """Two fifths of the rates fit, and fp32 is too slow: a configuration in four meets both limits."""
+    speed = 250 if params["fp_precision"] == "fp32" else 750
+    return {"peak_memory_bytes": 20e9 * position(params), "evaluation_examples_per_second": speed}
+
+
+@pytest.mark.parametrize(
+    ("name", "n_trials", "options"),
+    [("tpe", 60, {}), ("gp", 20, {}), ("nsga2", 120, {"population_size": 12})],
+)
+def test_learning_samplers_move_within_the_limits(name: str, n_trials: int, options: dict[str, Any]) -> None:
+    config = study(n_trials, sampler={"name": name, "seed": 1, **options}, constraints=LIMITS)
+    current = ScriptedStudy(config, score, measured=measured)
+    current.run(n_trials)
+    later = current.trials[n_trials // 3 :]
+    assert sum(not violation(trial.constraints) for trial in later) > 0.6 * len(later)
+    best = current.study.best_trial  # Optuna's own, by the constraints
+    assert violation(best.constraints) == 0
+    assert best.value == pytest.approx(0.6, abs=0.01)
+    assert best.value < max(trial.value or 0.0 for trial in current.trials)
+
+
+def test_the_gp_view_has_all_limits_of_every_trial() -> None:
+    """An infeasible trial has the violations of others, an early ended one the worst value."""
+    ends = {"fp16": "nonfinite", "bf16": "pruned", "fp32": 0.5}
+    config = study(3, sampler={"name": "random"}, constraints=LIMITS)
+    current = ScriptedStudy(config, lambda params: ends[params["fp_precision"]], measured=measured)
+    for precision, rate in [("fp32", 1e-5), ("fp16", 1e-5), ("bf16", 1e-3), ("bf16", 1e-5)]:
+        current.run(fp_precision=precision, learning_rate=rate, batch_size=8)
+    sampler: Any = build_sampler(study(4, sampler={"name": "gp"}).sampler, config.search_space)
+    shown = PrunedAwareSampler(RandomSampler(seed=0)).view(sampler.view(current.study)).get_trials()
+    assert [trial.values for trial in shown] == [[0.5], [0.5], [0.5], None]
+    memory, speed = "peak_memory_bytes", "evaluation_examples_per_second"
+    violated = [{name: round(value, 9) for name, value in trial.constraints.items()} for trial in shown[:3]]
+    assert violated == [{memory: -1.0, speed: 0.5}, {memory: 1.5, speed: 0.5}, {memory: 1.5, speed: -0.5}]

@@ -1,4 +1,4 @@
-"""Promotion of paused trials, computed from the trials alone."""
+"""Promotion of paused trials, with one and with several objectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpo.study.sampling.forecast import Measured, measured_trial, stages_left
-from hpo.study.sampling.promotion import BUDGET_SPENT, Promotion, Standings
+from hpo.study.sampling.promotion import Promotion, Standings
+from hpo.study.store.studies import BUDGET_SPENT
 
 PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
 """At least three continue from the first rung, and one from the last."""
@@ -162,3 +163,43 @@ def test_the_measured_cost_of_a_trial(
     rungs = {str(rung): {} for rung in (0.1, 0.3) if rung <= attributes.get("paused_at", 0.0)}
     measured = measured_trial(PROMOTION, {**attributes, "rungs": rungs}, is_complete, (9.0, 6.0))
     assert measured == (None if num_runs is None else Measured(9.0, 6.0, num_runs, trained))
+
+
+DIRECTIONS = ("maximize", "minimize")
+VALUES = [(0.1, 1.0), (0.3, 2.0), (0.2, 3.0), (0.5, 4.0), (0.4, 5.0), (0.9, 7.0), (0.8, 9.0)]
+"""The first front: 0, 1, 3 and 5; the second: 2, 4 and 6."""
+
+
+def trial_of(
+    number: int, values: tuple[float, float], resumed_at: float = 0.0, **constraints: float
+) -> FrozenTrial:
+    """A trial with these values at the rung 0.1; it has continued if `resumed_at` is 0.1."""
+    rungs = {"0.1": {"values": list(values), "constraints": constraints}}
+    attrs = {"rungs": rungs, "paused_at": 0.1, "resumed_at": resumed_at}
+    trial = create_trial(state=TrialState.RUNNING, user_attrs=attrs)
+    trial.number = number
+    return trial
+
+
+FRONTS = [trial_of(number, values) for number, values in enumerate(VALUES)]
+RESUMED = [trial_of(i, VALUES[i], resumed_at=0.1 if i in (5, 0) else 0.0) for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("trials", "more_begin", "expected"),
+    [
+        (FRONTS, True, [5, 0]),  # two of seven, the ends of the front
+        (FRONTS[:2], False, [1, 0]),
+        (RESUMED, False, []),  # `keep` is one for each objective, and these two continue
+        ([*FRONTS, trial_of(7, (1.0, 0.5), memory=0.5)], True, [5, 0]),  # the best breaks a limit
+        ([trial_of(n, (n, n)) for n in range(60)], False, [59, 0]),  # one large front
+    ],
+)
+def test_the_ends_of_the_front_are_promoted_first(
+    trials: list[FrozenTrial], more_begin: bool, expected: list[int]
+) -> None:
+    standings = Standings(Promotion((0.1,), 3, 1, DIRECTIONS, num_trials=16))
+    rungs = standings.rungs(trials, lambda _: True)
+    promoted = standings.promoted(rungs, more_begin=more_begin)
+    assert promoted[:2] == expected
+    assert len(promoted) == max(len(expected), len(trials) // 3 if len(trials) > 8 else 0)

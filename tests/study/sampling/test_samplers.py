@@ -6,14 +6,14 @@ from typing import Any
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
 from support.scripted_study import ScriptedStudy, best_at_1e_4
 from support.worker_process import SPACE, study
 
-from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
+from hpo.outcome import Outcome
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.infeasible import MIN_INFEASIBLE_TRIALS
-from hpo.study.sampling.samplers import build_pruner
+from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, Failures
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
@@ -43,29 +43,6 @@ def test_seed_and_worker_number_decide_the_configurations(name: str) -> None:
     assert len({str(params) for params in tried}) == 12 or name in ("tpe", "nsga2")
     assert ScriptedStudy(config).run(3) == tried[:3]
     assert ScriptedStudy(config, worker_number=1).run(3) != tried[:3]
-
-
-def test_workers_of_qmc_share_one_sequence() -> None:
-    """After the first point, which is random."""
-    storage = optuna.storages.InMemoryStorage()
-    workers = [ScriptedStudy(config_of("qmc"), storage=storage, worker_number=i) for i in range(3)]
-    for index in range(12):
-        workers[index % 3].run()
-    assert workers[0].params[1:] == ScriptedStudy(config_of("qmc")).run(12)[1:]
-
-
-@pytest.mark.parametrize("name", ["tpe", "gp"])
-def test_half_of_the_configurations_are_random_in_a_study_with_rungs(name: str) -> None:
-    space = {"learning_rate": SPACE["learning_rate"], "dropout": {"type": "float", "low": 0.0, "high": 0.5}}
-    config, num_equal = config_of(name, space), {}
-    for explores in (True, False):
-        tried = [
-            ScriptedStudy(config, lambda params: sign * best_at_1e_4(params), explores=explores).run(40)[12:]  # noqa: B023
-            for sign in (1, -1)
-        ]
-        num_equal[explores] = sum(params == other for params, other in zip(*tried, strict=True))
-    assert 8 <= num_equal[True] <= 20
-    assert num_equal[False] <= 2
 
 
 @pytest.mark.parametrize(
@@ -138,6 +115,20 @@ def test_an_infeasible_precision_is_drawn_at_most(
     assert 0 < max(tried[broken] for broken in tried.keys() - works) <= most
 
 
+@pytest.mark.parametrize("name", ["tpe", "nsga2"])
+def test_a_choice_with_three_failures_by_bad_luck_comes_back(name: str) -> None:
+    num_seen = 0
+
+    def script(params: dict[str, Any]) -> Any:
+        nonlocal num_seen
+        num_seen += params["fp_precision"] == "fp16"
+        unlucky = params["fp_precision"] == "fp16" and num_seen <= MIN_INFEASIBLE_TRIALS
+        return "nonfinite" if unlucky else best_at_1e_4(params)
+
+    ScriptedStudy(config_of(name), script).run(90)
+    assert num_seen > MIN_INFEASIBLE_TRIALS
+
+
 @pytest.mark.parametrize("name", LEARNING)
 def test_samplers_do_not_see_invalid_trials(name: str) -> None:
     """A fault of the model, the data or a metric teaches nothing."""
@@ -153,38 +144,8 @@ def test_samplers_do_not_see_invalid_trials(name: str) -> None:
     assert len(seen) == 20 - tried["fp16"]
 
 
-def test_an_invalid_configuration_is_not_repeated_before_the_others() -> None:
-    current = ScriptedStudy(
-        config_of("tpe", BATCHES), lambda params: "invalid" if params["batch_size"] == 8 else 0.5
-    )
-    current.run(batch_size=8)
-    assert {params["batch_size"] for params in current.run(2)} == {4, 16}
-
-
-@pytest.mark.parametrize("name", LEARNING)
-def test_an_unlucky_choice_comes_back(name: str) -> None:
-    """A choice must not be lost for good after three failures by bad luck."""
-    num_seen = 0
-
-    def script(params: dict[str, Any]) -> Any:
-        nonlocal num_seen
-        num_seen += params["fp_precision"] == "fp16"
-        unlucky = params["fp_precision"] == "fp16" and num_seen <= MIN_INFEASIBLE_TRIALS
-        return "nonfinite" if unlucky else best_at_1e_4(params)
-
-    ScriptedStudy(config_of(name), script).run(90 if name != "gp" else 70)
-    assert num_seen > MIN_INFEASIBLE_TRIALS
-
-
-@pytest.mark.parametrize("name", LEARNING)
-def test_a_study_without_feasible_trials_continues(name: str) -> None:
-    tried = ScriptedStudy(config_of(name), lambda _: "nonfinite").run(15)
-    assert len({params["fp_precision"] for params in tried}) == 3
-
-
 @pytest.mark.parametrize(
-    ("limit", "memory", "expected"),
-    [(20, 80, True), (20, 20, False), (20, None, False), (None, 80, False)],
+    ("limit", "memory", "expected"), [(20, 80, True), (20, 20, False), (20, None, False), (None, 80, False)]
 )
 def test_a_failure_with_less_memory_is_not_avoided(
     limit: int | None, memory: int | None, expected: bool
@@ -200,6 +161,116 @@ def test_a_failure_with_less_memory_is_not_avoided(
     assert (last["batch_size"] == 16) == expected  # 4 and 8 were tried
 
 
-@pytest.mark.parametrize(("name", "kind"), PrunerConfig.CLASSES.items())
-def test_every_pruner_is_built_without_options(name: str, kind: str) -> None:
-    assert type(build_pruner(study(1, pruner={"name": name}).pruner)).__name__ == kind
+FP16 = ("fp_precision", "fp16")
+CHOICES = {
+    "fp_precision": CategoricalDistribution(("fp32", "bf16", "fp16")),
+    "batch_size": CategoricalDistribution((8, 16, 32)),
+    "encoder": CategoricalDistribution(("a", "b")),
+}
+AT_RUNG = {"0.04": {"values": [0.5], "constraints": {}}}
+HEALS = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
+
+
+def trial(outcome: str, *rungs: float, telemetry: dict[str, Any] | None = None, **params: Any) -> FrozenTrial:
+    """A trial that has reached these rungs; a `paused` one has not ended."""
+    params = {"fp_precision": "fp16", "batch_size": 8, **params}
+    is_paused = outcome == "paused"
+    state = TrialState.RUNNING if is_paused else TrialState[Outcome(outcome).optuna_state]
+    return optuna.trial.create_trial(
+        state=state,
+        value=0.5 if state == TrialState.COMPLETE else None,
+        params=params,
+        distributions={name: CHOICES[name] for name in params},
+        user_attrs={
+            "outcome": outcome,
+            "telemetry": telemetry or {},
+            "rungs": {str(rung): {"values": [0.5], "constraints": {}} for rung in rungs},
+            "paused_at": max(rungs, default=0.0),
+        },
+        system_attrs={} if is_paused or not Outcome(outcome).infeasible else {"constraints:feasible": 1.0},
+    )
+
+
+def blamed(*trials: FrozenTrial) -> set[tuple[str, Any]]:
+    failures = Failures()
+    for one in trials:
+        if one.state.is_finished():
+            failures.add_ended(one)
+    return failures.blamed([one for one in trials if not one.state.is_finished()])
+
+
+@pytest.mark.parametrize("rungs", [(), (0.04,), (0.04, 0.12, 0.36)])
+def test_one_failure_suffices_if_the_step_is_finite_in_fp32(rungs: tuple[float, ...]) -> None:
+    paused = [trial("paused", *rungs) for _ in range(5) if rungs]
+    failed = trial("nonfinite", *rungs, telemetry=HEALS)
+    assert blamed(*paused) == set()
+    assert blamed(*paused, failed) == {FP16}
+
+
+@pytest.mark.parametrize("outcome", ["paused", "pruned"])
+def test_only_a_complete_trial_clears_a_precision(outcome: str) -> None:
+    """Without a repeat in fp32, three failures are needed."""
+    failed = [trial("nonfinite", 0.04) for _ in range(MIN_INFEASIBLE_TRIALS)]
+    others = [trial(outcome, 0.04) for _ in range(5)]
+    assert blamed(*failed, *others) == {FP16}
+    assert blamed(*failed[1:], *others) == set()
+    for telemetry in (HEALS, {}):
+        again = trial("nonfinite", 0.04, telemetry=telemetry)
+        assert blamed(*failed, again, trial("complete")) == set()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "telemetry", "is_blamed"),
+    [
+        ("nonfinite", {"precision": {"effective": "fp16"}}, True),
+        ("nonfinite", {"precision": {"effective": "fp32"}}, False),
+        ("nonfinite", {"precision": {"effective": "fp16"}, "finite_in_fp32": False}, False),
+        ("incompatible", {"compatibility": {"verdict": "incompatible"}}, True),
+        ("incompatible", {"precision": {"effective": "fp16"}}, False),  # a model that cannot be built
+        ("failed", {}, False),
+    ],
+)
+def test_a_precision_is_blamed_only_if_it_may_be_the_cause(
+    outcome: str, telemetry: dict[str, Any], is_blamed: bool
+) -> None:
+    """Otherwise the batch size of all these trials is."""
+    failed = [trial(outcome, telemetry=telemetry, batch_size=32) for _ in range(5)]
+    other = [("batch_size", 32)] if outcome != "failed" else []
+    assert blamed(*failed) == ({FP16} if is_blamed else {*other})
+
+
+def test_one_failure_before_the_progress_of_other_trials_does_not_suffice() -> None:
+    """A high learning rate breaks fp16 early in one trial, while others train on."""
+    early, late = (trial("nonfinite", *rungs, telemetry=HEALS) for rungs in [(), (0.04, 0.12)])
+    others = [trial("paused", 0.04), trial("paused", 0.04, 0.12)]
+    assert blamed(early, *others) == set()
+    assert blamed(early, late, *others) == {FP16}
+
+
+@pytest.mark.parametrize("outcome", ["incompatible", "oom", "unsupported", "crashed"])
+def test_a_paused_trial_clears_its_choices_of_early_failures(outcome: str) -> None:
+    failed = [trial(outcome) for _ in range(5)]
+    assert blamed(*failed) >= {FP16}
+    assert blamed(*failed, trial("paused", 0.04)) == set()
+
+
+@pytest.mark.parametrize("name", ["tpe", "nsga2"])
+@pytest.mark.parametrize("outcome", ["complete", "paused"])
+def test_a_precision_without_a_complete_trial_gets_a_tenth_of_the_starts(name: str, outcome: str) -> None:
+    """It may still break. Before any trial is complete, nothing is known."""
+    current = ScriptedStudy(study(100, sampler={"name": name, "seed": 1}))
+
+    def start(**given: Any) -> str:
+        if given:
+            current.study.enqueue_trial(given)
+        started, params = current.ask()
+        started.set_user_attr("rungs", AT_RUNG)
+        if params["fp_precision"] == "fp32" and outcome == "complete":
+            current.end(started, 0.5)
+        return str(params["fp_precision"])
+
+    for precision in ("fp32", "bf16", "fp16"):
+        start(fp_precision=precision)
+    drawn = [start() for _ in range(47)]
+    for precision in ("bf16", "fp16"):
+        assert (drawn.count(precision) <= 4) == (outcome == "complete")

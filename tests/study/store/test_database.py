@@ -27,18 +27,9 @@ def test_storage_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert storage_url() == url
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o620])
-def test_file_with_a_password_is_private(tmp_path: Path, mode: int) -> None:
-    file = tmp_path / "url"
-    file.write_text("postgresql://me:secret@host/db")
-    file.chmod(mode)
-    with pytest.raises(StorageError, match=f"its mode is {mode:04o}. Run `chmod 600 {file}`"):
-        storage_url(f"@{file}")
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 def test_group_may_read_files_of_root(tmp_path: Path) -> None:
-    """Kubernetes hands out secrets like this."""
+    """Kubernetes hands out secrets like this. A file with a password is private otherwise."""
     file = tmp_path / "url"
     file.write_text("sqlite:///a.db")
     file.chmod(0o440)
@@ -58,19 +49,6 @@ def test_file_without_a_url_is_not_shown(tmp_path: Path, text: str) -> None:
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["absent", "bytes", "."])
-def test_unreadable_file(tmp_path: Path, name: str) -> None:
-    (tmp_path / "bytes").touch(mode=0o600)
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(StorageError, match=r"No such file|it is not text|Is a directory"):
-        storage_url(f"@{tmp_path / name}")
-
-
-@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"])
-def test_postgres_urls_get_the_installed_driver(scheme: str) -> None:
-    assert parse_url(f"{scheme}://me:a%40b@host/db").drivername == "postgresql+psycopg"
-
-
 def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "BUSY_SECONDS", 7.0)
     with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
@@ -82,105 +60,33 @@ def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("url", "message"),
+    "url",
     [
-        *((url, "three slashes") for url in ("sqlite://x.db", "sqlite:x.db", "sqlite:/x.db")),
         *(
-            (f"sqlite:///{rest}", "must be one URL")
-            for rest in (
-                "x.db,sqlite:///y.db",
-                "a.db,postgresql://u:secretpw1@h/db",
-                "file:a.db?x=postgresql://u:secretpw1@h/db",
-            )
+            "sqlite://x.db",
+            "sqlite:x.db",
+            "sqlite:/x.db",
+            "sqlite:///x.db,sqlite:///y.db",
+            "sqlite:///x.db\n",
         ),
-        *(
-            (path, f"it is no URL. Did you mean `sqlite:///{path}`?")
-            for path in ("hpo.db", "runs/x.db", "/abs/x.sqlite3")
-        ),
-        *(
-            (url, "it is no URL.")
-            for url in ("runs/x", "me:secret@host/db", "postgresql:/me:secret@h/d", "me:secret@x.db")
-        ),
-        *(
-            (f"sqlite://{path}", "must name a file")
-            for path in ("", "/", "//", "/.", "/absent/", "/:memory:")
-        ),
-        *((f"sqlite:///{file}?timeout=3", "Leave out `timeout`") for file in ("x.db", "file:x.db")),
-        ("sqlite3:///x.db", "names `sqlite3`. Did you mean `sqlite`?"),
-        ("mysql://", "names `mysql`"),
-        ("sqlite+aiosqlite:///x.db", "the driver `aiosqlite`. Write `sqlite://`"),
-        ("postgresql+pg8000://me:secret@host/db", "the driver `pg8000`. Write `postgresql://`"),
-        *((url, "must name a database") for url in ("postgresql://host/?password=secret", "postgres://")),
-        *(
-            (f"postgresql://me:secret@host:{port}/db", "the port must be a number")
-            for port in ("port", "", 99999, 0)
-        ),
-        ("postgresql://me:secret@ho st/db", "the host must have no space"),
-        *(
-            (url, "no space around it and no control character")
-            for url in (
-                "postgresql://me:secret%00@host/db",
-                f"postgresql://me:{'secret' * 99}%00@host/db",
-                "postgresql://host/db?password=a\tsecret",
-                " postgresql://host/db?password=a secret",
-                "sqlite:///a%00b\x00.db",
-                "sqlite:///x.db\n",
-            )
-        ),
-        *(
-            (f"postgresql://{rest}", "`@` in a password as `%40` and a space as `%20`")
-            for rest in (
-                "me:secret@secret@host/db",
-                "me:secret@secr/et@host/db?sslmode=require",
-                "host/db?sslmode=require&password=my secret",
-                "host/db?PASSWORD=my secret&a=b",
-            )
-        ),
+        *("sqlite:///a.db,postgresql://u:secretpw1@h/db", "sqlite:///x.db?timeout=3", "sqlite:///a%00b.db"),
+        *("hpo.db", "runs/x", "/abs/x.sqlite3", "me:secret@host/db", "postgresql:/me:secret@h/d"),
+        *(f"sqlite://{path}" for path in ("", "/", "//", "/.", "/absent/", "/:memory:")),
+        *("sqlite3:///x.db", "mysql://", "sqlite+aiosqlite:///x.db", "postgresql+pg8000://me:secret@host/db"),
+        *("postgresql://me:secret@host:port/db", "postgresql://me:secret%00@host/db"),
+        *(f"postgresql://me:{'secret' * 99}%00@host/db", " postgresql://host/db?password=a secret"),
+        *("postgresql://me:secret@secret@host/db", "postgresql://host/db?PASSWORD=my secret&a=b"),
+        "postgresql://host/db?password=a\tsecret",
     ],
 )
-def test_unusable_url_is_refused_without_its_password(url: str, message: str) -> None:
-    with pytest.raises(StorageError) as raised:
+def test_unusable_url_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(StorageError, match=r"must be a URL such as|`@` in a password as `%40`") as raised:
         parse_url(url)
     text = str(raised.value)
-    assert message in text
     assert "secret" not in text
     assert "\n" not in text
     assert len(text) < 400
     assert raised.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        *("sqlite:////abs/x.db", "sqlite:///with space.db", "sqlite:///50%.db", "sqlite+pysqlite:///x.db"),
-        *("sqlite:///file:x.db?uri=true", "sqlite:///sqlite:x.db", "postgres://host/db", "postgresql:///db"),
-        *("postgresql://me:a%40b@h:5432/db", "postgresql://me:pw@h/db?password=x&options=-c a=b"),
-        *("postgresql://me:%zz%@[::1]:65535/db?sslmode=require", "postgresql:///?dbname=db&host=/run"),
-    ],
-)
-def test_usable_urls(url: str) -> None:
-    assert parse_url(url).get_backend_name() in ("sqlite", "postgresql")
-
-
-def test_default_database_has_the_name_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """libpq has the same rule."""
-    for name in ("PGDATABASE", "PGSERVICE"):
-        monkeypatch.delenv(name, raising=False)
-    assert parse_url("postgresql://me:pw@host/").database == "me"
-    monkeypatch.setenv("PGDATABASE", "other")
-    assert not parse_url("postgresql://me:pw@host").database
-
-
-REFUSED = (
-    'connection to server at "127.0.0.1", port 1 failed: FATAL: database "hpo" does not exist for postgres'
-)
-
-
-@pytest.mark.parametrize("password", ["hpo", "127.0.0.1", "connection", "", "%", "***"])
-def test_ordinary_words_are_not_masked(password: str) -> None:
-    url = sa.URL.create("postgresql", "postgres", password, "127.0.0.1", 1, "hpo")
-    text = without_password(url.render_as_string(hide_password=False), REFUSED)
-    assert text == REFUSED
 
 
 @pytest.mark.parametrize("password", ["hpo", "se'c", "correct-horse-1", "p%{w} @d", "k=v&x"])
@@ -199,9 +105,3 @@ def test_password_is_never_printed(password: str, said: str) -> None:
     text = without_password(url, said.format(url=url, conninfo=conninfo, encoded=encoded))
     shown = said.format(url="postgresql://me:***@host/db", conninfo="***", encoded="***")
     assert text == shown
-
-
-@pytest.mark.parametrize("form", ["correct-horse/1", "correct-horse%2F1"])
-def test_long_password_is_masked_everywhere(form: str) -> None:
-    text = without_password("postgresql://me:correct-horse%2F1@host/db", f'something new "{form}"')
-    assert text == 'something new "***"'

@@ -5,23 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import optuna
 import pytest
-import sqlalchemy as sa
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
-from support.worker_process import begin, evaluate, result, run_trials, study, worker_on
+from support.worker_process import begin, result, run_trials, study, worker_on
 
 from hpo.config.search_space import suggest
-from hpo.errors import LeaseLostError
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
-from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import has_complete
-from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -60,18 +55,15 @@ def optimize(opened: optuna.Study) -> None:
 
 FOREIGN = {
     "no logarithm": add(FloatDistribution(1e-3, 1.0)),
-    "integers": add(IntDistribution(1, 9), 3),
     "other choices": add(
         params={"fp_precision": "fp64"}, distributions={"fp_precision": CategoricalDistribution(["fp64"])}
     ),
-    "another parameter": add(params={"x": 1.0}, distributions={"x": FloatDistribution(0.0, 1.0)}),
     "several values": lambda opened: opened._storage.create_new_trial(
         opened._study_id, create_trial(state=TrialState.COMPLETE, values=[99.0, 99.0])
     ),
     "our attributes": add(user_attrs=OUR_ATTRIBUTES),
     "strange constraints": add(system_attrs={"constraints": 3, "fixed_params": [], "constraints:x": "y"}),
     "values that are no numbers": add(intermediate_values={1: math.nan, 2: math.inf}),
-    "pruned": add_in(TrialState.PRUNED, value=99.0, intermediate_values={1: 99.0}),
     "running": add_in(TrialState.RUNNING, user_attrs=OUR_ATTRIBUTES),
     "optimized": optimize,
 }
@@ -94,10 +86,7 @@ def load(storage: Storage) -> Iterator[Callable[[], optuna.Study]]:
 
 @pytest.mark.parametrize(
     ("sampler", "kind"),
-    [
-        *(("gp", kind) for kind in FOREIGN),
-        *((name, "optimized") for name in ("tpe", "nsga2", "grid")),
-    ],
+    [*(("gp", kind) for kind in FOREIGN), *((name, "optimized") for name in ("tpe", "nsga2", "grid"))],
 )
 def test_trials_ignore_foreign_trials(
     storage: Storage, load: Callable[[], optuna.Study], sampler: str, kind: str
@@ -128,23 +117,11 @@ def test_trials_ignore_foreign_trials(
     assert storage.load_study("tiny").best_value == 0.1
 
 
-def test_pruner_ignores_foreign_trials(storage: Storage) -> None:
-    config = study(3, pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 0})
-    with worker_on(storage, config) as worker:
-        worker._study.pruner = build_pruner(config.pruner)
-        for _ in range(5):
-            worker._study.add_trial(create_trial(value=0.9, intermediate_values={1: 0.9, 2: 0.9}))
-        ended, trial = begin(worker)
-        assert not evaluate(storage, trial, value=0.5)
-        worker.record_outcome(ended, result("complete"))
-        _, trial = begin(worker)
-        assert not evaluate(storage, trial, value=0.6), "0.5 is the median"
-
-
-@pytest.mark.parametrize("state", [TrialState.COMPLETE, TrialState.FAIL])
-@pytest.mark.parametrize(("n_trials", "paused"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("n_trials", "paused", "state"), [(1, False, TrialState.COMPLETE), (2, True, TrialState.FAIL)]
+)
 def test_trial_ended_by_another_program_counts_as_failed(
-    storage: Storage, load: Callable[[], optuna.Study], paused: bool, n_trials: int, state: TrialState
+    storage: Storage, load: Callable[[], optuna.Study], n_trials: int, paused: bool, state: TrialState
 ) -> None:
     config = study(n_trials, pruner={"name": "promote"})
     with worker_on(storage, config) as worker:
@@ -166,24 +143,6 @@ def test_trial_ended_by_another_program_counts_as_failed(
     assert record.num_foreign == 0
 
 
-def test_worker_loses_a_trial_without_its_claim(storage: Storage) -> None:
-    with worker_on(storage, study(1), max_retries=1) as worker:
-        lease, _ = begin(worker)
-        storage.write(lambda connection: connection.execute(sa.delete(claims)))
-        with pytest.raises(LeaseLostError, match="rial 0"):
-            worker.record_outcome(lease, result("failed", traceback="Traceback"))
-
-
-def test_enqueued_trial_loses_attributes_of_an_earlier_run(storage: Storage) -> None:
-    config = study(3, pruner={"name": "promote"}, sampler={"name": "gp"})
-    outside = create_or_resume_study(storage, config)
-    outside.enqueue_trial({NAME: 1e-4}, user_attrs={**OUR_ATTRIBUTES, "memo": "mine"})
-    assert run_trials(storage, config).outcomes == {"complete": 3}
-    trial = read_study(storage, "tiny").trials[0]
-    assert (trial.outcome, trial.params[NAME], trial.attributes["memo"]) == ("complete", 1e-4, "mine")
-    assert OUR_ATTRIBUTES.keys() & trial.attributes.keys() == {"worker", "active_seconds", "whole"}
-
-
 def fixed(params: Any) -> dict[str, Any]:
     return {"system_attrs": {"fixed_params": params}}
 
@@ -195,8 +154,8 @@ def suggested(distribution: Any, value: Any, name: str = NAME) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        *((fixed(value), "`fixed_params` must be a mapping") for value in (None, "text", [[NAME, 1e-4]])),
-        *((fixed({NAME: value}), f"{NAME}=") for value in ([1], None, True, math.nan, 10**400)),
+        (fixed([[NAME, 1e-4]]), "`fixed_params` must be a mapping"),
+        *((fixed({NAME: value}), f"{NAME}=") for value in ([1], True, math.nan, 10**400)),
         (suggested(FloatDistribution(0.0, 9.0), 5.0), f"{NAME}=5 is outside"),
         (suggested(CategoricalDistribution(["fp64"]), "fp64", "fp_precision"), "fp_precision=fp64 is none"),
         (suggested(FloatDistribution(0.0, 9.0), 5.0, "x"), "does not search `x`"),
@@ -211,29 +170,3 @@ def test_waiting_trial_with_wrong_values_is_refused(
     refused, other = read_study(storage, "tiny").trials
     assert (refused.outcome, other.outcome) == ("failed", "complete")
     assert why in refused.reason
-
-
-@pytest.mark.parametrize(("sampler", "value"), [("gp", 1e-4), ("tpe", None), ("nsga2", 1e-4)])
-def test_waiting_copy_of_a_trial_loses_its_results(
-    storage: Storage, sampler: str, value: float | None
-) -> None:
-    config = study(2, sampler={"name": sampler}, pruner={"name": "promote"})
-    copied = {} if value is None else suggested(FloatDistribution(0.0, 9.0), value)
-    copied["system_attrs"] = {"constraints": 3, "constraints:x": "y", "NSGAIISampler:generation": "z"}
-    reports = {1: math.nan, 2: 99.0}
-    opened = create_or_resume_study(storage, config)
-    add_in(TrialState.WAITING, intermediate_values=reports, user_attrs=OUR_ATTRIBUTES, **copied)(opened)
-    with (
-        worker_on(storage, config) as worker,
-        mock.patch.object(worker, "_candidates", return_value=iter(())),
-    ):
-        worker._study.sampler = build_sampler(config.sampler, config.search_space)
-        lease, trial = begin(worker)  # while the copy waits
-        suggest(config.search_space, trial)
-        worker.record_outcome(lease, result("complete", values=(0.5,)))
-    waiting, _ = read_study(storage, "tiny").trials
-    assert (waiting.outcome, waiting.constraints) == ("waiting", {})
-    assert run_trials(storage, config).outcomes == {"complete": 1}
-    first = storage.load_study("tiny").trials[0]
-    assert (first.value, first.intermediate_values, first.constraints) == (0.5, {}, {})
-    assert value is None or first.params[NAME] == value

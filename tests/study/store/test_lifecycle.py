@@ -1,39 +1,40 @@
-"""Studies with workers: paused, cancelled, opened again and deleted."""
+"""Studies with workers: paused, cancelled, opened again, deleted and copied."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 import sqlalchemy as sa
-from support.whole_study import num_rows
+from optuna.trial import TrialState, create_trial
+from support.whole_study import contents, filled, num_rows
 from support.worker_process import (
-    begin,
     change_worker,
     evaluate,
     make_and_run,
     result,
     run_trials,
+    run_until_killed,
     study,
     wait_for,
 )
 
 from hpo.config.search_space import suggest
-from hpo.errors import LeaseLostError, RunError
+from hpo.errors import InputError, RunError
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.store import schema
-from hpo.study.store.lifecycle import (
-    delete_study,
-    read_state,
-    set_state,
-    wait_for_workers,
-)
+from hpo.study.store.copy import OF_STUDY, OF_TRIAL, OURS, copy_study
+from hpo.study.store.lifecycle import delete_study, read_state, set_state, wait_for_workers
+from hpo.study.store.optuna_internals import studies, tables, trials
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -121,44 +122,85 @@ def test_deletion_removes_all_rows_of_one_study(storage: Storage) -> None:
         assert run_trials(fresh, config).outcomes == {"complete": 3}
 
 
-def test_rest_of_a_study_deleted_by_the_dashboard_is_removed(storage: Storage) -> None:
-    create_or_resume_study(storage, study(3))
-    optuna.delete_study(study_name="tiny", storage=storage.optuna)
-    delete_study(storage, "tiny")
-    assert set(num_rows(storage).values()) == {0}
+@pytest.fixture
+def other_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'other.db'}"
 
 
-def test_silent_worker_of_a_cancelled_trial_stores_nothing(storage: Storage) -> None:
-    """It seemed dead, its trial ended, and the study was opened again before it returns."""
-    config = study(3)
-    with WorkerLease(storage, create_or_resume_study(storage, config), max_retries=0) as worker:
-        lease, _ = begin(worker)
-        lease.saved_step = 20
-        worker._beat_once()
-        set_state(storage, "tiny", "cancelled")
-        assert end_unfinished(storage, "tiny") == 0, "a live worker has it"
-        change_worker(storage, worker, process_start="1")
-        assert end_unfinished(storage, "tiny") == 1
-        set_state(storage, "tiny", "open")
-        with pytest.raises(LeaseLostError):
-            worker.record_outcome(lease, result("complete"))
-        worker._beat_once()
-    [trial] = read_study(storage, "tiny").trials
-    assert (trial.state, trial.outcome, trial.values) == ("FAIL", "preempted", None)
-    assert storage.trial_counts("tiny") == {"open": 3, "running": 0, "done": 0}
-    assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
+def test_copy_between_databases_and_back(
+    sqlite_url: str, storage_url: str, other_url: str, tmp_path: Path
+) -> None:
+    target_url = f"sqlite:///{tmp_path / 'target.db'}" if storage_url == sqlite_url else storage_url
+    with (
+        open_storage(sqlite_url) as source,
+        open_storage(target_url) as target,
+        open_storage(other_url) as back,
+    ):
+        filled(source)
+        before = contents(source)
+        for storage in (target, back):  # so that ids differ
+            create_or_resume_study(storage, study(3, name="another")).add_trial(create_trial(value=1.0))
+        assert copy_study(source, target, "tiny") == 6
+        assert target.trial_counts("tiny") == {"open": 2, "running": 1, "done": 3}
+        assert contents(target) == before
+        copy_study(target, back, "tiny")
+        assert contents(back) == before
+        assert contents(source) == before
+        assert source.load_study("tiny").trials[3].state == TrialState.RUNNING
+        assert read_study(back, "another").name == "another"
 
 
-def test_heartbeat_does_not_change_an_ended_trial(storage: Storage) -> None:
-    """The retry has no checkpoint and no worker."""
-    opened = create_or_resume_study(storage, study(1, max_retries=1))
-    with WorkerLease(storage, opened, max_retries=1) as worker:
-        lease, _ = begin(worker)
-        lease.saved_step = 20
-        worker._beat_once()
-        worker.record_outcome(lease, result("failed", traceback="Traceback"))
-        worker._beat_once()
-        with storage.engine.connect() as connection:
-            ended, again = connection.execute(sa.select(schema.claims).order_by("trial_number")).all()
-        assert (ended.owner, ended.counts) == (None, False)
-        assert (again.owner, again.counts, again.saved_step) == (None, True, 0)
+def test_every_table_is_copied_or_excluded() -> None:
+    stay = {"hpo_compat"}
+    ours = {"hpo_studies", "hpo_workers", *(table.name for table in OURS)}
+    assert set(schema.metadata.tables) == ours | stay
+    optunas = {"trial_heartbeats", "version_info", "alembic_version"}
+    copied = {table.name for table in (studies, trials, *OF_STUDY, *OF_TRIAL)}
+    assert {table.name for table in tables} - optunas == copied
+
+
+def test_target_with_a_study_of_this_name_is_refused(sqlite_url: str, other_url: str) -> None:
+    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
+        filled(source)
+        create_or_resume_study(target, study(2))
+        with pytest.raises(InputError, match=r"has another study `tiny`\. Name another database"):
+            copy_study(source, target, "tiny")
+        optuna.delete_study(study_name="tiny", storage=target.optuna)  # like the dashboard
+        copy_study(source, target, "tiny")
+        assert contents(target) == contents(source)
+        with pytest.raises(InputError, match="holds the study `tiny` already"):
+            copy_study(source, target, "tiny")
+
+
+def test_study_with_a_live_worker_is_not_copied(sqlite_url: str, other_url: str) -> None:
+    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
+        with WorkerLease(source, create_or_resume_study(source, study(4)), max_retries=0) as worker:
+            set_state(source, "tiny", "paused")  # it may still train
+            with pytest.raises(InputError, match=r"`tiny` has 1\. `hpo pause tiny` lets them leave"):
+                copy_study(source, target, "tiny")
+            assert not target.has_study("tiny")
+            change_worker(source, worker, process_start="1")
+            copy_study(source, target, "tiny")
+        assert [worker.alive for worker in read_study(target, "tiny").workers] == [False]
+
+
+def copy_and_die(source_url: str, target_url: str) -> None:
+    """Copy the study, and die after the first of our rows, when all rows of Optuna are written."""
+
+    def die(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT INTO hpo_studies "):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with open_storage(source_url) as source, open_storage(target_url) as target:
+        sa.event.listen(target.engine, "after_cursor_execute", die)
+        copy_study(source, target, "tiny")
+
+
+def test_killed_copy_leaves_nothing(sqlite_url: str, storage_url: str, other_url: str) -> None:
+    target_url = other_url if storage_url == sqlite_url else storage_url
+    with open_storage(sqlite_url) as source, open_storage(target_url) as target:
+        filled(source)
+        run_until_killed(copy_and_die, sqlite_url, target_url)
+        assert set(num_rows(target).values()) == {0}
+        copy_study(source, target, "tiny")
+        assert num_rows(target) == num_rows(source)

@@ -18,9 +18,7 @@ from support.worker_process import start_process, wait_for
 from hpo.errors import HpoError, StoppedError
 from hpo.study.store import connection as bounds
 from hpo.study.store.database import connect
-from hpo.study.store.lock import exclusive
-from hpo.study.store.schema import compat
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.opening import exclusive
 
 
 def hold(url: str, log: Path, idle_seconds: float) -> None:
@@ -64,14 +62,6 @@ def test_stopped_process_loses_the_lock(postgres_url: str, tmp_path: Path) -> No
     engine.dispose()
 
 
-@pytest.mark.postgres
-def test_idle_transaction_ends_before_a_lease(postgres_url: str) -> None:
-    with open_storage(postgres_url) as storage, storage.engine.begin() as connection:
-        bound = connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar_one()
-    assert bound == f"{bounds.IDLE_SECONDS:.0f}s"
-    assert Storage.lease_seconds > bounds.IDLE_SECONDS
-
-
 def test_lock_ends_with_its_process(storage_url: str, tmp_path: Path) -> None:
     engine = connect(storage_url)
     process = start_process(hold, storage_url, tmp_path / "log", 45.0)
@@ -80,19 +70,6 @@ def test_lock_ends_with_its_process(storage_url: str, tmp_path: Path) -> None:
     with exclusive(engine, threading.Event()):
         pass
     engine.dispose()
-
-
-def test_stop_while_another_program_has_the_lock(
-    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bounds, "BUSY_SECONDS", 0.05)
-    stop = threading.Event()
-    with open_storage(sqlite_url, stop=stop) as storage, held(sqlite_url, tmp_path / "log"):
-        stop.set()
-        with pytest.raises(
-            StoppedError, match=r"^told to stop while another program has the database locked"
-        ):
-            storage.write(lambda connection: connection.execute(sa.delete(compat)))
 
 
 def test_stop_while_waiting_for_the_lock(sqlite_url: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from hpo.study.store import optuna_internals, optuna_tables
+from hpo.study.store import optuna_internals
 from hpo.study.store.storage import open_storage
 
 VERSIONS = ("5.0.0",)
@@ -51,37 +51,6 @@ def test_trial_equals_one_of_optuna(storage_url: str, is_enqueued: bool) -> None
         assert study.trials[ours.number].value == 1.0
 
 
-def test_view_shows_other_trials_to_samplers() -> None:
-    study = optuna.create_study(pruner=optuna.pruners.HyperbandPruner(max_resource=9))
-    for value in (1.0, 2.0, 3.0):
-        study.tell(study.ask(), value)
-    view = optuna_internals.StudyView(study, lambda: study.trials[:1])
-    assert [trial.value for trial in view.trials] == [1.0]
-    assert view.get_trials(states=(TrialState.PRUNED,)) == []
-    assert (view.direction, view.study_name) == (study.direction, study.study_name)
-    optuna.samplers.TPESampler(seed=0).before_trial(view, study.ask()._cached_frozen_trial)
-    assert len(optuna_internals.all_trials(study)) == 4
-    assert view._storage is study._storage
-
-
-LIGHT = {table.name: table for table in vars(optuna_tables).values() if isinstance(table, sa.TableClause)}
-
-
-@pytest.mark.parametrize("name", LIGHT)
-def test_light_tables_have_columns_of_optuna(name: str) -> None:
-    (optunas,) = (table for table in optuna_internals.tables if table.name == name)
-    assert {*LIGHT[name].c.keys()} <= {*optunas.c.keys()}
-
-
 def test_revision_of_the_tables(sqlite_url: str) -> None:
     with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
-        assert optuna_tables.revision(connection) == optuna_tables.REVISION
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [("constraints:memory", 0.5, {"memory": 0.5}), ("constraints", [0.5, -1.0], {"0": 0.5, "1": -1.0})],
-)
-def test_constraints_equal_constraints_of_optuna(key: str, value: object, expected: object) -> None:
-    trial = optuna.trial.create_trial(value=0.0, system_attrs={key: value})
-    assert optuna_tables.constraint(key, value) == expected == trial.constraints
+        assert optuna_internals.revision(connection) == optuna_internals.REVISION

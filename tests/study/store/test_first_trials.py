@@ -1,3 +1,5 @@
+"""The first trials of a study: configurations of the file, earlier trials, a portfolio, points of a grid."""
+
 from __future__ import annotations
 
 import os
@@ -6,11 +8,23 @@ from typing import Any
 
 import pytest
 from optuna.trial import TrialState
-from support.worker_process import finish, result, run_trials, run_until_killed, start_process, study
+from support.planted_comparison import plan_of
+from support.worker_process import (
+    begin,
+    finish,
+    result,
+    run_trials,
+    run_until_killed,
+    start_process,
+    study,
+    worker_on,
+)
 
+from hpo.compare.comparison_study import comparison_study
+from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.errors import StudyChangedError, StudyFileError
 from hpo.study.reading.reader import read_study
+from hpo.study.sampling.points import Point, grid_points, point_key, unused_points
 from hpo.study.store import studies
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -57,14 +71,6 @@ def test_configurations_are_enqueued_once_by_killed_and_parallel_processes(
             assert record.trials[index].attributes["source"] == f"first.{index}"
 
 
-def test_an_existing_study_gets_no_other_configurations(storage: Storage) -> None:
-    create_or_resume_study(storage, study(2, first=GIVEN))
-    create_or_resume_study(storage, study(5, first=GIVEN))
-    with pytest.raises(StudyChangedError, match="first: "):
-        create_or_resume_study(storage, study(5, first=GIVEN[:1]))
-    assert waiting(storage) == GIVEN[:2]
-
-
 def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
     storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,32 +87,6 @@ def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
         *({name: ranked[index].params[name] for name in space} for index in (1, 2)),
     ]
     assert "left out, as they do not fit: `batch_size`, `learning_rate`." in caplog.text
-
-
-def test_earlier_trials_outside_limits_come_last_and_incomplete_ones_not(storage: Storage) -> None:
-    outcomes: dict[int, Any] = {
-        0: result("complete", values=(0.9,), constraints={"peak_memory_bytes": 0.5}),
-        1: result("complete", values=(0.3,)),
-        2: result("pruned"),
-        3: result("complete", values=(0.5,)),
-        4: result("complete", values=(0.8,), constraints={"peak_memory_bytes": 0.2}),
-    }
-    run_trials(storage, study(5, name="earlier"), lambda trial: outcomes[trial.number])
-    params = {trial.number: trial.params for trial in read_study(storage, "earlier").trials}
-    create_or_resume_study(storage, study(9, first={"study": "earlier", "top": 5}))
-    assert waiting(storage) == [params[number] for number in (3, 1, 4, 0)]
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [("twice", "There is no study `twice` in "), ("two", "must have one objective, but `two` has several")],
-)
-def test_an_unusable_earlier_study_is_refused(storage: Storage, name: str, problem: str) -> None:
-    two = [{"metric": "score"}, {"metric": "train_tokens_per_second"}]
-    create_or_resume_study(storage, study(1, name="two", objective=two, pruner={"name": "none"}))
-    with pytest.raises(StudyFileError, match=f"first.study: {problem}"):
-        create_or_resume_study(storage, study(2, first={"study": name}))
-    assert not storage.has_study("tiny")
 
 
 @pytest.mark.parametrize(
@@ -128,3 +108,37 @@ def test_the_portfolio_follows_the_file(
     assert [trial.params["learning_rate"] for trial in known] == rates
     sources = [trial.attributes["source"] for trial in known[len(first) :]]
     assert all(source.startswith("portfolio: ") for source in sources)
+
+
+GRID = study(
+    4,
+    sampler={"name": "grid", "seed": 1},
+    search_space={
+        "batch_size": {"type": "categorical", "choices": [8, 16]},
+        "pooling": {"type": "categorical", "choices": ["cls", "mean"]},
+    },
+)
+PLAN = plan_of(2)
+COMPARISON = comparison_study(study(1), PLAN, has_test=False).with_values(name="tiny")
+
+
+@pytest.mark.parametrize(
+    ("config", "points"),
+    [(GRID, grid_points(GRID.search_space, 1)), (COMPARISON, PLAN.points())],
+    ids=["grid", "comparison"],
+)
+def test_parallel_workers_get_different_points(storage: Storage, config: Any, points: list[Point]) -> None:
+    with open_storage(storage.url) as other:
+        workers = [worker_on(one, config, read_points=lambda: points) for one in (storage, other)]
+        with workers[0], workers[1]:
+            given = [suggest(config.search_space, begin(worker)[1]) for worker in workers * 2]
+    assert given[:2] == given[2:] == list(points)[:2], "each claims its own trial again"
+
+
+def test_points_are_used_again_after_the_last() -> None:
+    points: list[Point] = [{"seed": seed} for seed in range(3)]
+    keys = [*map(point_key, points)]
+    assert unused_points(points, {}) == points
+    assert unused_points(points, {keys[0]: 1, keys[2]: 1}) == points[1:2]
+    assert unused_points(points, dict.fromkeys(keys, 2)) == points
+    assert unused_points([], {}) == []

@@ -1,0 +1,32 @@
+"""The report of a study in a real browser."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import page_that_fits
+from support.study_records import EXAMPLES_PER_SECOND, fake_record
+
+from hpo.report.report import write_report
+
+UNKNOWN = re.compile(r"\b(nan|None|undefined|Infinity|inf)\b")
+"""Texts of an unknown value that a page must not show."""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 400])
+def test_report_draws_the_scores_of_all_trials(tmp_path: Path, chromium: Any, width: int) -> None:
+    record = fake_record()
+    values = [trial.values[0] for trial in record.trials if trial.values]
+    with page_that_fits(chromium, write_report(record, tmp_path), width, num_plots=8) as page:
+        assert f"{max(values):.4f}" in page.inner_text("body")
+        for summary in page.locator("summary").all():
+            summary.click()
+        text = page.inner_text("body")
+        assert not UNKNOWN.search(text), text[UNKNOWN.search(text).start() - 200 :]  # type: ignore[union-attr]
+        drawn = page.evaluate("document.getElementById('history').data.map(each => [each.name, each.y])")
+        shown = (value for name, ys in drawn if name in EXAMPLES_PER_SECOND for value in ys)
+        assert sorted(shown) == pytest.approx(sorted(values))
