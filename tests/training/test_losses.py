@@ -34,6 +34,7 @@ CLASS_WEIGHTS = {
 }
 UNLABELLED = dict.fromkeys(TASKS, -100) | {"multi_label": -1, "span_per_label": -1, "regression": math.nan}
 CASES = [(name, loss) for name, task in TASKS.items() for loss in KINDS[task.kind].losses]
+LOSSES = ("auto", "focal", "huber")
 GAMMA_CASES = [(*case, gamma) for case in CASES for gamma in ((0.5, 2.0) if case[1] == "focal" else (2.0,))]
 
 
@@ -218,3 +219,11 @@ def test_balanced_class_weights(name: str, targets: Sequence[Tensor], expected: 
     weight = kind_of(TASKS[name]).class_weights(targets)
     assert weight.dtype == torch.float32
     assert weight.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_other_kinds_keep_their_loss(name: str) -> None:
+    logits, target, mask = make_batch(name)
+    sums = {loss: loss_sum(TASKS[name], logits, target, LossOptions(loss), None, mask) for loss in LOSSES}
+    for loss, found in sums.items():
+        assert (found == sums["auto"]) == (loss == "auto" or loss not in KINDS[TASKS[name].kind].losses)
