@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
 from hpo.trial.part_search import CheckedSets, FoundParts, find_parts, search
 from hpo.trial.parts import build_trial
-from hpo.trial.telemetry import StoredTrial
+from hpo.trial.telemetry import Callbacks, StoredTrial
 
 LETTERS = "abcdefgh"
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -170,3 +171,10 @@ def test_interrupted_search_continues_from_the_cache(tmp_path: Path) -> None:
     assert len(cache.results) == found.num_checks + 1, "the result is kept too"
     cache.killed_at = len(cache.results)  # nothing may be written any more
     assert find() == found
+
+
+def test_stopped_trial_leaves_the_search(tmp_path: Path) -> None:
+    executor, told = executor_of(tmp_path, FIRST), itertools.count(1)
+    executor.cache = Cache()
+    result = executor.run({}, None, "", Callbacks(should_stop=lambda: next(told) == 4))
+    assert (result.outcome, len(executor.cache.results)) == (Outcome.PREEMPTED, 3)
