@@ -18,8 +18,6 @@ from hpo.trial.run import checkpoint_key
 
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 PARTS = {"type": "categorical", "choices": [[], ["heads"], ["layers.0", "heads"]]}
-
-
 BOTH = {"fp32_parts": PARTS, "fp_precision": {"type": "categorical", "choices": ["bf16", "bf16-true"]}}
 
 
