@@ -5,10 +5,8 @@ Heads have the rate `head_learning_rate`. The encoder's highest layer has `learn
 Ruder 2018, arXiv 1801.06146). Biases and norms have no weight decay.
 
 Gradients are accumulated and clipped in the dtype of their weights, by a norm in fp32. Every step is in fp32
-(`hpo.training.float32_optimizer`).
-
-The schedule is a factor of each group's rate, by the used share of the budget. So a budget in seconds works
-like one in steps, and a resumed trial needs no scheduler state.
+(`hpo.training.float32_optimizer`). The schedule is a factor of each group's rate, by the used share of the
+budget. So a resumed trial needs no scheduler state.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Workers as Slurm jobs: an array of batch jobs, each with one `hpo worker` on one node.
 
 The script replaces its shell by the worker, because Slurm sends the warning (`--signal=B:...`) only to the
-process of the script. Slurm requeues a job after a preemption or a node failure, but not at its time limit:
-then the worker asks for the requeue. The worker that sees the end of the study cancels the waiting jobs of
-its array.
+process of the script. A container has no Slurm commands, so there the shell stays outside, forwards the
+signals, and afterwards runs the worker's request. A container sees only mounted folders.
 
-Without a container the worker replaces the shell of the job and receives its signals. A container has no
-Slurm commands. So the shell stays outside, forwards the signals, and afterwards runs the worker's request to
-run the job again. A container sees only mounted folders.
-
-The database's URL may contain a password. A job reads it from a file that only its owner may read.
+Slurm requeues a job after a preemption or a node failure, but not at its time limit: then the worker asks for
+the requeue. The worker that sees the end of the study cancels the waiting jobs of its array. A job reads the
+database's URL, which may contain a password, from a file that only its owner may read.
 """
 
 from __future__ import annotations
