@@ -128,13 +128,8 @@ def probed_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DeviceInfo]:
     """Probe a machine with one GPU of these properties."""
 
     def probe(*, hip: str | None = None, **properties: Any) -> DeviceInfo:
-        facts = {
-            "name": "Test GPU",
-            "major": 9,
-            "minor": 0,
-            "total_memory": 2**36,
-            "uuid": "5ef",
-        } | properties
+        facts = {"name": "Test GPU", "major": 9, "minor": 0, "total_memory": 2**36, "uuid": "5ef"}
+        facts |= properties
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")

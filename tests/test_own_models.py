@@ -212,38 +212,29 @@ def rank(truths, predictions):
 
 
 @pytest.mark.parametrize(
-    ("is_objective", "undefined", "outcome"),
-    [
-        (True, (1,), "complete"),
-        (True, (2,), "complete"),
-        (True, (1, 2), "invalid"),
-        (False, (1, 2), "invalid"),
-    ],
+    ("undefined", "outcome"), [((1,), "complete"), ((2,), "complete"), ((1, 2), "invalid")]
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_metric_must_be_defined_at_one_evaluation(
-    tmp_path: Path, is_objective: bool, undefined: tuple[int, ...], outcome: str, precision: str
+    tmp_path: Path, undefined: tuple[int, ...], outcome: str, precision: str
 ) -> None:
-    rank: dict[str, Any] = {"objective": {"metric": "tone/rank"}, "constraints": {}}
     executor = executor_of(
         tmp_path,
         MODELS + UNDEFINED.replace("UNDEFINED_CALLS", str(undefined)),
         training=PLAIN | {"max_steps": 4, "fp_precision": precision},
         evaluation={"per_trial": 2},
         search_space={},
-        **(rank if is_objective else {"constraints": {"tone/rank": {"min": 0.1}}}),
+        objective={"metric": "tone/rank"},
+        constraints={},
     )
     seen: list[tuple[float, ...]] = []
     executor.loader.__dict__["baseline"] = {}  # its computation would call the metric too
     result = executor.run({}, None, "", Callbacks(lambda scored: seen.append(scored.values)))
     assert (result.outcome, len(seen)) == (outcome, 2), result.reason
-    if is_objective:
-        assert [math.isnan(values[0]) for values in seen] == [call in undefined for call in (1, 2)]
-    if outcome == "complete":
-        assert result.values == (0.5,)
-    else:
-        assert "tone/rank of an objective or a limit has no value in any evaluation" in result.reason
-        assert result.values is None
+    assert [math.isnan(values[0]) for values in seen] == [call in undefined for call in (1, 2)]
+    assert result.values == ((0.5,) if outcome == "complete" else None)
+    if outcome == "invalid":
+        assert "tone/rank of an objective or a limit has no value" in result.reason
 
 
 @pytest.mark.parametrize(

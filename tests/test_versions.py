@@ -7,39 +7,16 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from itertools import chain
 from pathlib import Path
+from typing import get_args
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hpo.versions import Extra
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = set(PROJECT["optional-dependencies"])
-TEXTS = [
-    path
-    for name in ("hpo", "studies", "docker", "README.md", "Makefile", "tests/benchmarks/README.md")
-    for path in [ROOT / name, *(ROOT / name).rglob("*")]
-    if path.is_file() and path.suffix not in (".pyc", ".png")
-]
-_NAMED_EXTRAS = re.compile(r"EXTRAS=(?:'([\w ]+)'|(\w+))|\.\[([\w,]+)\]|\bextras=([\w,]+)")
 
-
-def wrong_hints(text: str) -> list[str]:
-    """The hints in a text that install another project, or an extra that does not exist."""
-    joined = re.sub(r"\"\s*\n\s*f?\"", "", text)  # a literal that continues on the next line
-    strangers = re.findall(r"hpo\[[\w{}]+\]|pip install[^`\n]*[ '\"]hpo\b(?![/.\[])", joined)
-    named = {
-        extra for found in _NAMED_EXTRAS.findall(joined) for extra in re.findall(r"\w+", " ".join(found))
-    }
-    return strangers + sorted(named - EXTRAS)
-
-
-def test_hints_name_an_extra_of_this_project() -> None:
-    found = {str(path.relative_to(ROOT)): wrong_hints(path.read_text()) for path in TEXTS}
-    assert len(found) > 200
-    assert {file: wrong for file, wrong in found.items() if wrong} == {}
-
-
-# Pins
 
 REQUIRED = [
     Requirement(line) for line in chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
@@ -51,6 +28,10 @@ PINS = {
     if line and not line.startswith("#")
     for requirement in [Requirement(line)]
 }
+
+
+def test_hints_name_extras_of_this_project() -> None:
+    assert set(get_args(Extra)) <= PROJECT["optional-dependencies"].keys()
 
 
 def requirements_of(name: str, extras: frozenset[str]) -> list[Requirement]:

@@ -209,7 +209,7 @@ def detected_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvC
     for name in columns:
         if name not in headers[delimiter]:
             hint = shorten(did_you_mean(name, headers[delimiter]), 200)
-            is_split = len(headers[delimiter]) > 1 or headers[delimiter][0].isidentifier()
+            is_split = len(headers[delimiter]) > 1 or all(map(str.isidentifier, headers[delimiter]))
             other = "" if is_split else "; `data.csv.delimiter` sets another delimiter"
             raise DataError(f"{path}: has no column `{name}` (read with {shown(delimiter)}{other}). {hint}")
     if delimiter != (config.delimiter or ","):

@@ -31,12 +31,8 @@ def study(folder: Path) -> hpo.Study:
 def test_enqueue_takes_a_mapping_or_texts_until_no_trial_is_left(study: hpo.Study) -> None:
     first = study.enqueue(["fp_precision=16-mixed", "init_scale=8"])
     second = study.enqueue({"learning_rate": 1e-3}, whole=True)
-    assert first.as_json() == {
-        "study": "tiny",
-        "enqueued": {"fp_precision": "fp16", "init_scale": 8.0},
-        "ahead": 0,
-        "whole": False,
-    }
+    enqueued = {"fp_precision": "fp16", "init_scale": 8.0}
+    assert first.as_json() == {"study": "tiny", "enqueued": enqueued, "ahead": 0, "whole": False}
     assert second.text().endswith("learning_rate=0.001, to run to its end. Before it in the queue: 1.")
     assert [trial.attributes.get(WHOLE_ATTR) for trial in study.record.trials] == [None, True]
     with pytest.raises(InputError, match="a trial left to begin, but has 2, and 2 are enqueued"):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from support.tiny import tiny_study
 
 from hpo.api import planning
 from hpo.api.planning import shares_of
-from hpo.report.plan import TrialCost, make_plan
 from hpo.report.status import num_shares
 from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 
@@ -44,11 +42,3 @@ def test_requested_workers_share_the_devices(
     assert shares_of(tiny_study(tmp_path, budget=BUDGET), None, 3) == shares
     assert shares_of(tiny_study(tmp_path), None, 3) == 3
     assert shares_of(tiny_study(tmp_path), None, None) == 1
-
-
-def test_a_plan_names_the_shared_device(tmp_path: Path) -> None:
-    plan = make_plan(tiny_study(tmp_path, n_trials=60), [TrialCost("fp32", 10.0, 60.0, "13 steps")], None, 2)
-    assert plan.hours_to_the_end == pytest.approx(0.5)
-    plan = dataclasses.replace(plan, num_shares=1)
-    assert plan.hours_to_the_end == pytest.approx(1.0)
-    assert "With 2 workers on 1 device the study ends in about 1 h 00 min." in plan.text()

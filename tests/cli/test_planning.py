@@ -9,19 +9,11 @@ from typing import Any
 import pytest
 from support.command_line import hpo_command, ok, refused
 from support.jsonl_sets import write_set
-from support.own_code_studies import EXAMPLE
-from support.own_code_studies import write as write_code_study
 from support.tiny import tiny_study, write_study
 
 from hpo.report.plan import TrialCost, make_plan
 
 PROMOTE = {"name": "promote", "starts": 0.1, "keep": 1}
-UNDEFINED = """
-
-@hpo.metric("rank", ["single_label"])
-def rank(truths, predictions):
-    return 1.0 if truths == predictions else float("nan")
-"""
 
 
 def test_check_describes_the_data_of_a_file_or_a_stored_study(tmp_path: Path) -> None:
@@ -49,13 +41,6 @@ def test_plan_of_a_budget(tmp_path: Path, pruner: dict[str, Any], num_trials: in
     plan = planned(tmp_path, 60, n_trials=100, budget={"hours": 7.05 * 60 / 3600}, pruner=pruner)
     assert plan.stages[0].num_trials in (num_trials, num_trials + 1)
     assert plan.whole_trials <= 7.05
-
-
-def test_a_cost_is_measured_also_if_the_objective_is_undefined(tmp_path: Path) -> None:
-    limits, objective = {"peak_memory_bytes": {"max": 1}}, {"metric": "tone/rank"}
-    write_code_study(tmp_path, EXAMPLE + UNDEFINED, objective=objective, constraints=limits, search_space={})
-    plan = ok(hpo_command(tmp_path, "plan", "tiny.yaml", "--json")).json
-    assert [one["measured_by"] for one in plan["costs"]] == ["13 steps"]
 
 
 def test_plan_measures_first_and_then_uses_the_trials(tmp_path: Path) -> None:

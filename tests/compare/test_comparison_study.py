@@ -10,10 +10,7 @@ from support.planted_comparison import HERE, begun, planned, run, searched
 from support.planted_comparison import lucky_score as score
 from support.worker_process import study
 
-from hpo.compare.comparison_study import (
-    open_comparison,
-    unlabelled_test_tasks,
-)
+from hpo.compare.comparison_study import open_comparison, unlabelled_test_tasks
 from hpo.compare.planning import FIRST_SEED, Request
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError

@@ -163,12 +163,6 @@ def test_runs_without_a_score_count_alike_on_both_sides() -> None:
     assert (row["verdict"], row["num_runs"]) == ("not_shown", 50)
 
 
-def test_fp32_without_learning_gives_no_verdict() -> None:
-    row = row_of(lambda _: 0.0, Request(top=1))
-    assert row["verdict"] == "not_shown"
-    assert "It is not shown that fp32 has learned anything: it has 0.00 points" in row["sentence"]
-
-
 def test_collapsed_runs_are_listed() -> None:
     """One run is nearer to the baseline, one has no score."""
     score = planted(0.0, own_noise=0.05)

@@ -17,13 +17,8 @@ ROWS = dict.fromkeys(SPLITS, 100)
 
 def task(labels: Mapping[str, int], kind: str = "single_label", **facts: Any) -> TaskFacts:
     """Return the facts of a task with these numbers of rows of each class in both splits."""
-    given = {
-        "num_rows": ROWS,
-        "num_annotated": ROWS,
-        "counts": {one: dict(labels) for one in SPLITS},
-        **facts,
-    }
-    return TaskFacts("tone", kind, tuple(labels), **given)
+    given = {"num_rows": ROWS, "num_annotated": ROWS, "counts": {one: dict(labels) for one in SPLITS}}
+    return TaskFacts("tone", kind, tuple(labels), **(given | facts))
 
 
 def advice(
@@ -93,23 +88,12 @@ def test_a_fault_of_the_data_is_reported(facts: list[TaskFacts], more: dict[str,
     assert sum(text in one for one in found) == 1, found
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "alike"),
-    [
-        ("Ice cream", "ice-cream", True),
-        ("ice cream", "ice_cream", True),
-        ("caf\u00e9", "cafe\u0301", True),
-        ("late", "la\u200bte", True),
-        ("late", "\uff4cate", True),
-        ("1", "1.0", True),
-        ("A", "A-", False),
-        ("1-2", "12", False),
-        ("-1", "1", False),
-        ("5.1", "5.10", False),
-        ("late", "later", False),
-    ],
-)
-def test_similar_classes_are_reported(one: str, other: str, alike: bool) -> None:
-    assert ["are different classes, but" in text for text in advice(task({one: 1, other: 1}))] == [
-        True
-    ] * alike
+ALIKE = [("Ice cream", "ice-cream"), ("caf\u00e9", "cafe\u0301"), ("late", "la\u200bte"), ("1", "1.0")]
+OTHER = [("A", "A-"), ("1-2", "12"), ("-1", "1"), ("5.1", "5.10"), ("late", "later")]
+
+
+def test_similar_classes_are_reported() -> None:
+    for one, other in ALIKE:
+        (text,) = advice(task({one: 1, other: 1}))
+        assert "are different classes, but" in text
+    assert [advice(task({one: 1, other: 1})) for one, other in OTHER] == [[]] * len(OTHER)

@@ -24,21 +24,12 @@ TONE = Task("tone", "single_label", ("calm", "angry"))
 GRADE = Task("grade", "regression")
 TASKS = (JOINT, OVERLAP, ANSWER, TOPICS, PROOF, TONE, GRADE)
 
+ALL_LABELS = {"tone": "angry", "topics": ["x", "z"], "grade": 1.5}
+SPANS = {"x": [(0, 1), (2, 3)], "y": [(4, 5)]}
+SOME = ("joint", "overlap", "topics", "proof")
 ROWS = [
-    Example(
-        "a",
-        "a b c d e",
-        {"tone": "angry", "topics": ["x", "z"], "grade": 1.5},
-        {"x": [(2, 7)]},
-        annotated=frozenset(task.name for task in TASKS),
-    ),
-    Example(
-        "b",
-        "a b c",
-        {"topics": ["x", "y"]},
-        {"x": [(0, 1), (2, 3)], "y": [(4, 5)]},
-        annotated=frozenset(["joint", "overlap", "topics", "proof"]),
-    ),
+    Example("a", "a b c d e", ALL_LABELS, {"x": [(2, 7)]}, annotated=frozenset(task.name for task in TASKS)),
+    Example("b", "a b c", {"topics": ["x", "y"]}, SPANS, annotated=frozenset(SOME)),
     Example("c", "a", {}, {}),
 ]
 

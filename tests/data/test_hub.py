@@ -71,21 +71,11 @@ def test_csv_has_names_or_numbers_of_classes(cells: list[str], folder: Path) -> 
 
 def test_classes_stored_as_numbers_get_their_names(folder: Path) -> None:
     kinds = {"tone": "single_label", "stars": "single_label", "topics": "multi_label"}
-    features = datasets.Features(
-        {
-            "text": datasets.Value("string"),
-            "tone": datasets.ClassLabel(names=["calm", "angry"]),
-            "stars": datasets.Value("int32"),
-            "topics": datasets.List(datasets.ClassLabel(names=["work", "home"])),
-        }
-    )
-    rows = {
-        "text": ["one", "two", "three"],
-        "tone": [1, 0, -1],
-        "stars": [5, 1, 5],
-        "topics": [[1], [0, 1], []],
-    }
-    table = datasets.Dataset.from_dict(rows, features=features)
+    named = {"tone": datasets.ClassLabel(names=["calm", "angry"]), "stars": datasets.Value("int32")}
+    named |= {"topics": datasets.List(datasets.ClassLabel(names=["work", "home"]))}
+    features = datasets.Features({"text": datasets.Value("string"), **named})
+    rows = {"text": ["one", "two", "three"], "tone": [1, 0, -1], "stars": [5, 1, 5]}
+    table = datasets.Dataset.from_dict(rows | {"topics": [[1], [0, 1], []]}, features=features)
     table.to_parquet(folder / "train.parquet")
     table.to_parquet(folder / "dev.parquet")
     config = {

@@ -74,12 +74,6 @@ def test_missing_paths_are_found_in_the_data_folder(tmp_path: Path, monkeypatch:
         assert located(config).path == tmp_path / found
     here = tmp_path / "sets" / "one"
     assert located(config.model_copy(update={"path": here})).path == here
-    files = {"train": "/nowhere/x/../train.jsonl"}
-    (tmp_path / "train.jsonl").touch()
-    given = {"source": "jsonl", "files": files, "tasks": "/nowhere/sets/tasks.json"}
-    config = located(DataConfig.model_validate(given))
-    assert config.files.train == tmp_path / "train.jsonl"
-    assert config.tasks == Path("/nowhere/sets/tasks.json")
     hub = {"source": "hub", "hub": {"name": "/elsewhere/sets/one"}, "tasks": {"t": {"kind": "regression"}}}
     config = located(DataConfig.model_validate(hub))
     assert config.hub is not None

@@ -55,16 +55,9 @@ def write(folder: Path, reader: str, split: str, columns: Columns) -> None:
         pq.write_table(pa.table(table), path)
     else:
         rows = [{name: plain(cell) for name, cell in row.items()} for row in rows]
-        if reader == "jsonl":
-            rows = [
-                {
-                    "id": row.pop("id"),
-                    "text": row.pop("text"),
-                    "spans": {"person": row.pop("spans", None)},
-                    "labels": row,
-                }
-                for row in rows
-            ]
+        for row in rows if reader == "jsonl" else ():
+            labels = {name: row.pop(name) for name in [*row] if name not in ("id", "text", "spans")}
+            row |= {"spans": {"person": row.get("spans")}, "labels": labels}
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 

@@ -10,27 +10,17 @@ from hpo.tasks.kind import Task
 
 
 def test_tasks_of_every_kind() -> None:
-    answer = {
-        "kind": "span_extraction",
-        "span_names": ["answer"],
-        "inside_segment": "context",
-        "max_spans": 1,
+    answer = {"kind": "span_extraction", "span_names": ["answer"], "inside_segment": "context"}
+    tasks = {
+        "intent": {"kind": "single_label", "classes": ["a", "b"]},
+        "intents": {"kind": "multi_label", "classes": ["a", "b"], "descriptions": {"a": "..."}},
+        "slots": {"kind": "token_classification", "span_names": ["x"], "spans_may_overlap": True},
+        "answer": answer | {"max_spans": 1},
+        "evidence": {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "intents"},
+        "severity": {"kind": "regression"},
     }
-    tasks = parse_tasks(
-        {
-            "name": "set",
-            "tasks": {
-                "intent": {"kind": "single_label", "classes": ["a", "b"]},
-                "intents": {"kind": "multi_label", "classes": ["a", "b"], "descriptions": {"a": "..."}},
-                "slots": {"kind": "token_classification", "span_names": ["x"], "spans_may_overlap": True},
-                "answer": answer,
-                "evidence": {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "intents"},
-                "severity": {"kind": "regression"},
-            },
-        },
-        "tasks.json",
-    )
-    assert tasks == (
+    parsed = parse_tasks({"name": "set", "tasks": tasks}, "tasks.json")
+    assert parsed == (
         Task("intent", "single_label", ("a", "b")),
         Task("intents", "multi_label", ("a", "b")),
         Task("slots", "token_classification", ("x",), spans_may_overlap=True),
@@ -38,7 +28,7 @@ def test_tasks_of_every_kind() -> None:
         Task("evidence", "span_per_label", ("a",), evidence_for="intents"),
         Task("severity", "regression"),
     )
-    assert [task.num_outputs for task in tasks] == [2, 2, 3, 2, 1, 1]
+    assert [task.num_outputs for task in parsed] == [2, 2, 3, 2, 1, 1]
     assert Task("t", "token_classification", ("a", "b")).num_outputs == 5
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -76,24 +76,18 @@ def test_unfit_models_are_refused(
     tiny_exports: Path, model: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_refused(hpo.load(tiny_exports / "onnx", device="cpu"), tmp_path, "this model is ONNX already")
-    with monkeypatch.context() as patched:
-        config = model.network.encoder.config
-        patched.setattr(config, "_attn_implementation_internal", "flash_attention_2")
-        assert_refused(model, tmp_path, "ONNX has no flash_attention_2")
-    with monkeypatch.context() as patched:
-        patched.setattr(onnx_fp32, "LARGEST_BYTES", 10_000)
-        assert_refused(model, tmp_path, r"at most 2 GB \(protobuf's limit\), but the model has 0\.0 GB")
+    config = model.network.encoder.config
+    failing = Mock(side_effect=RuntimeError("no decomposition\nof aten.new_op"))
+    cannot = r"BertModel cannot be exported to ONNX \(RuntimeError: no decomposition"
+    for owner, name, value, message in (
+        (config, "_attn_implementation_internal", "flash_attention_2", "ONNX has no flash_attention_2"),
+        (onnx_fp32, "LARGEST_BYTES", 10_000, r"at most 2 GB \(protobuf's limit\), but the model has 0\.0 GB"),
+        (torch.onnx, "export", failing, cannot),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            assert_refused(model, tmp_path, message)
     assert_refused(model.use("cpu", "bf16-true"), tmp_path, "this one is in bf16-true")
-
-
-def test_failing_export_leaves_nothing(
-    model: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no decomposition\nof aten.new_op")
-
-    monkeypatch.setattr(torch.onnx, "export", fail)
-    assert_refused(model, tmp_path, r"BertModel cannot be exported to ONNX \(RuntimeError: no decomposition")
 
 
 def test_graph_with_other_logits_is_refused(

@@ -9,13 +9,7 @@ import pytest
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.metrics import accuracy_score, f1_score, mean_absolute_error, r2_score, root_mean_squared_error
 
-from hpo.evaluation.contributions import (
-    baselines,
-    perfect_statistics,
-    rare_classes,
-    scored,
-    shuffled_value,
-)
+from hpo.evaluation.contributions import baselines, perfect_statistics, rare_classes, scored, shuffled_value
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task, kind_of
 from hpo.training.metrics import RowStatistics, row_statistics, score

@@ -174,21 +174,6 @@ def test_figures_of_classes_are_scikit_learns(seed: int) -> None:
     }
 
 
-def test_accepted_answers_count_as_right() -> None:
-    accepted = {"alt_spans": {"answer": [(0, 3), (4, 7)]}, "annotated": frozenset("t")}
-    row = Example("", "one two three", {}, {"answer": [(0, 3)]}, **accepted)
-    none = Example("", "one two", {}, {}, annotated=frozenset("t"))
-    found = [[("answer", 4, 7)], [("answer", 0, 3)], [("answer", 8, 13)], []]
-    statistics = row_statistics(ANSWER, found, [row, none, row, none])
-    (figures,) = class_figures(statistics)
-    assert (figures.precision, figures.recall, figures.f1) == pytest.approx((1 / 3, 1 / 2, 2 / 5))
-    assert (figures.support, figures.num_predicted) == (2, 3)
-    assert [one.predicted for one in worst_mistakes(ANSWER, found, [row, none, row, none], None)] == [
-        [["answer", 8, 13]],
-        [["answer", 0, 3]],
-    ]
-
-
 # Worst rows
 
 LABELS = ("a", "b", "c")

@@ -88,14 +88,6 @@ def test_nonfinite_weight_is_refused(folder: Path, value: float) -> None:
         load_encoder(str(folder))
 
 
-def test_pooler_may_be_broken_or_missing(folder: Path) -> None:
-    """No head reads it."""
-    change_weight(folder, "pooler.dense.weight", math.nan)
-    make_model(str(folder))
-    remove_tensors(folder, "pooler")
-    make_model(str(folder))
-
-
 def remove_tokenizer(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()

@@ -118,16 +118,6 @@ def test_refusals_of_a_server(postgres_server: PostgresServer, postgres_url: str
 
 
 @pytest.mark.postgres
-def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
-    with tls_server.database() as url:
-        trusted = f"{url}?sslmode=verify-full&sslrootcert={tls_server.certificate}"
-        with open_storage(trusted) as storage, storage.engine.connect() as connection:
-            query = "SELECT ssl, version FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
-            assert connection.execute(sa.text(query)).one() == (True, "TLSv1.3")
-        assert "the server refuses this user and password" in str(refusal(trusted.replace("%20", "-", 1)))
-
-
-@pytest.mark.postgres
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -138,30 +138,6 @@ def test_wrong_key_is_one_error(tmp_path: Path, text: str, problems: list[str]) 
     assert problems_of(tmp_path, name + data + text) == problems
 
 
-def test_all_problems_are_in_order_of_file(tmp_path: Path) -> None:
-    text = """nmae: x
-n_trials: 12.5
-n_trials: 3
-data: {source: jsonl, colums: {text: 1}, tasks: {a: {kind: singel_label}}}
-training: {learning_rate: 1e-4}
-search_space:
-  fp_precision: {type: categorical, choices: [none, fp32, bf61]}
-  learning_rate: {type: float, low: 1e-2, high: 1e-3, log: true}
-"""
-    found = [line.split(": ")[:2] for line in problems_of(tmp_path, text)]
-    assert found == [
-        ["study.yaml:1", "name"],
-        ["study.yaml:1", "nmae"],
-        ["study.yaml:2", "n_trials"],
-        ["study.yaml:4", "data.tasks.a.kind"],
-        ["study.yaml:4", "data.colums"],
-        ["study.yaml:7", "search_space.fp_precision.choices.1"],
-        ["study.yaml:7", "search_space.fp_precision.choices.2"],
-        ["study.yaml:8", "search_space.learning_rate.low"],
-        ["study.yaml:8", "search_space.learning_rate"],
-    ]
-
-
 def paths_in(content: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value in `content`."""
     items = content.items() if isinstance(content, dict) else enumerate(content)

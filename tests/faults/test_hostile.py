@@ -109,24 +109,6 @@ def test_stored_name_of_a_study_leads_nowhere(made: Path, name: str) -> None:
     assert not Path("/tmp/hpo-out").exists()
 
 
-def test_stored_token_of_a_study_leads_nowhere(made: Path) -> None:
-    other = made / "runs" / "x"
-    other.mkdir()
-
-    def change_token(connection: sa.Connection) -> None:
-        connection.execute(sa.update(studies).values(token="/../../x"))
-        token = {"value": json.dumps("/../../x")}
-        connection.execute(sa.text("UPDATE study_system_attributes SET value_json = :value"), token)
-
-    change(made, change_token)
-    for command in (["worker", "tiny"], ["run", "tiny.yaml"], ["delete", "tiny", "--yes"]):
-        refused = hpo_command(made, *command)
-        assert refused.exit_code == 2
-        assert "The token of the study `tiny`" in refused.err
-    assert other.is_dir()
-    assert not any(other.iterdir())
-
-
 def test_stored_paths_need_the_permission_of_the_machine(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Locations of checkpoints and of data."""
     private = write_set(made.parent / "private", {"tasks": {"size": {"kind": "regression"}}})

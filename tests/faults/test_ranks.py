@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.command_line import (
-    SUPPORT,
-    Finished,
-    finish,
-    hpo_command,
-    ok,
-    start_python,
-    stored,
-    wait_until,
-)
+from support.command_line import SUPPORT, Finished, finish, hpo_command, ok, start_python, stored, wait_until
 from support.tiny import write_study
 
 pytestmark = pytest.mark.slow
@@ -45,15 +36,7 @@ def torchrun(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 def run_with_faults(folder: Path, faults: str, rank: int) -> subprocess.Popen[str]:
-    return torchrun(
-        folder,
-        str(SUPPORT / "rank_faults.py"),
-        faults,
-        str(rank),
-        "run",
-        "tiny.yaml",
-        "--json",
-    )
+    return torchrun(folder, str(SUPPORT / "rank_faults.py"), faults, str(rank), "run", "tiny.yaml", "--json")
 
 
 def finish_all(process: subprocess.Popen[str], seconds: float) -> Finished:
@@ -79,21 +62,6 @@ def check_goes_on(folder: Path) -> None:
     assert (first.number, first.params) == (0, before.trials[0].params)
     assert 0 < first.telemetry["resumed_from_step"] < NUM_STEPS
     assert first.telemetry["num_steps"] == NUM_STEPS
-
-
-def test_a_study_is_run_by_two_ranks_and_each_failure_is_one_of_its_trial(tmp_path: Path) -> None:
-    """In the first trial rank 1 gets NaN, in the second it runs out of memory; the third is as if there had
-    been no other."""
-    write(tmp_path, n_trials=3)
-    finished = ok(finish_all(run_with_faults(tmp_path, "nan,memory", rank=1), 240))
-    record = stored(tmp_path)
-    assert [trial.outcome for trial in record.trials] == ["nonfinite", "oom", "complete"]
-    assert finished.json["outcomes"] == {"nonfinite": 1, "oom": 1, "complete": 1}
-    _, memory, complete = record.trials
-    assert "rank 1 ran out of memory" in memory.reason
-    assert complete.telemetry["num_ranks"] == 2
-    assert len(record.workers) == 1, "the second rank is no worker"
-    assert [row.step for row in complete.evaluations] == [4, 8, 12]
 
 
 @pytest.mark.parametrize(("fault", "rank"), [("killed", 0), ("raises", 1), ("hangs", 1)])

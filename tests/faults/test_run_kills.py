@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 import warnings
@@ -150,30 +149,6 @@ def test_signal_during_training(tmp_path: Path, numbers: list[signal.Signals]) -
     assert trial.outcome == "complete"
     assert trial.telemetry["num_steps"] == MANY_STEPS
     assert trial.telemetry["resumed_from_step"] == step, "no step is trained twice"
-
-
-def test_supervisor_restarts_a_killed_worker_and_forwards_signals(tmp_path: Path) -> None:
-    write_long_study(tmp_path, 0.1, max_steps=10**7)
-    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    process = start_hpo(tmp_path, "worker", "tiny", "--workers", "2")
-    wait_until(lambda: bool(saved_steps(tmp_path, 0) and saved_steps(tmp_path, 1)), process)
-    killed = next(worker for worker in stored(tmp_path).workers if worker.trial_number == 0)
-    reached = saved_steps(tmp_path, 0)[-1]
-    os.kill(killed.pid, signal.SIGKILL)
-    wait_until(
-        lambda: saved_steps(tmp_path, 0)[-1:] > [reached] and sorted(living(tmp_path)) == [0, 1], process
-    )
-    process.send_signal(signal.SIGUSR1)
-    left = finish(process)
-    check_released(tmp_path, left, n_trials=2)
-    assert "was killed by SIGKILL; it is started again (1 of at most 10 times an hour)" in left.err
-    assert len(stored(tmp_path).workers) == 3
-
-
-def living(folder: Path) -> list[int]:
-    """Return the trials of live workers."""
-    running = [worker for worker in stored(folder).workers if worker.alive]
-    return [worker.trial_number for worker in running if worker.trial_number is not None]
 
 
 @pytest.fixture

@@ -40,23 +40,15 @@ ROW: dict[str, Any] = {
 }
 
 
-def trained(
-    pair: tuple[str, str] | None = None, csv_form: dict[str, str | None] | None = None, **columns: str
-) -> TrainedModel:
-    settings = ExportSettings(
-        windowing=Windowing(16, pair_segments=pair),
-        attention="sdpa",
-        precision="fp32",
-        columns=columns,
-        csv=csv_form or {},
+def read(path: Path, columns: dict[str, str] | None = None, **settings: Any) -> tuple[Any, list[str]]:
+    """Read the ids and texts, and the problems, as a model with these columns and settings does."""
+    windowing = Windowing(16, pair_segments=settings.pop("pair", None))
+    export = ExportSettings(
+        windowing=windowing, attention="sdpa", precision="fp32", columns=columns or {}, **settings
     )
-    return TrainedModel(make_model(), load_tokenizer("minilm"), settings)
-
-
-def read(path: Path, **columns: str) -> tuple[list[tuple[str, str]], list[str]]:
-    examples, problems = read_examples(path, trained(**columns))
-    bad = [": ".join(one) for one in problems]
-    return [(example.id, example.text) for example in examples], bad
+    model = TrainedModel(make_model(), load_tokenizer("minilm"), export)
+    examples, problems = read_examples(path, model)
+    return [(example.id, example.text) for example in examples], [": ".join(one) for one in problems]
 
 
 def test_predicted_row_is_a_data_row() -> None:
@@ -71,15 +63,15 @@ def test_predicted_row_is_a_data_row() -> None:
     assert predicted_row(paired, {})["segments"] == {"q": [0, 1]}
 
 
-def write_two_rows(path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_written_predictions(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"out.{suffix}"
     write_predictions(path, [[ROW], [{**ROW, "id": "2"}]], KIND_TASKS)
     assert read(path) == ([("1", ROW["text"]), ("2", ROW["text"])], [])
-
-
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_write_tables(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"out.{suffix}"
-    write_two_rows(path)
+    if suffix == "jsonl":
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == [ROW, {**ROW, "id": "2"}]
+        return
     if suffix == "csv":
         with path.open(encoding="utf-8", newline="") as file:
             row, _ = csv.DictReader(file)
@@ -135,34 +127,28 @@ def test_read_lines_of_text(tmp_path: Path) -> None:
     assert texts == [("row-1", "Zoë is in"), ("row-3", "  two words "), ("row-5", "last")]
     assert bad[0] == f"{path}:2: `text` is empty"
     assert bad[1].startswith(f"{path}:4: must be UTF-8, but ")
+    path.write_text("")
+    with pytest.raises(DataError, match="must hold at least one text, but is empty"):
+        read(path)
 
 
-def test_read_jsonl_ignores_labels_and_lists_bad_lines(tmp_path: Path) -> None:
-    path = tmp_path / "texts.jsonl"
-    rows = [
-        '{"text": "one"}',
-        '{"id": 7, "text": "two", "labels": {"nobody knows": 1}, "spans": 3}',
-        '{"text": ',
-        '{"id": "x"}',
-        '{"text": "\\ud800"}',
-    ]
-    path.write_text("\n".join(rows))
+def test_read_rows_ignores_labels_and_lists_bad_ones(tmp_path: Path) -> None:
+    path, table, parquet = (tmp_path / f"texts.{suffix}" for suffix in ("jsonl", "csv", "parquet"))
+    path.write_text(
+        '{"id": 7, "text": "two", "labels": {"nobody knows": 1}, "spans": 3}\n{"text": \n{"text": "x"}'
+    )
     texts, bad = read(path)
-    assert texts == [("row-1", "one"), ("7", "two")]
-    assert [line.split(": ")[0] for line in bad] == [f"{path}:{number}" for number in (3, 4, 5)]
-    assert "`text` must be a string, but the row has no such key" in bad[1]
-    assert "surrogate" in bad[2]
-
-
-def test_read_tables(tmp_path: Path) -> None:
-    table, parquet = tmp_path / "texts.csv", tmp_path / "texts.parquet"
+    assert texts == [("7", "two"), ("row-3", "x")]
+    assert [line.split(": ")[0] for line in bad] == [f"{path}:2"]
     table.write_text("key,body\nk1,one\nk2\nk3,\nk4,four\n")
-    texts, bad = read(table, id="key", text="body")
+    texts, bad = read(table, {"id": "key", "text": "body"})
     assert texts == [("k1", "one"), ("k4", "four")]
     assert bad[0].startswith(f"{table}:3: must have 2 cells as the header has, but got 1")
     assert bad[1] == f"{table}:4: `text` is empty"
     with pytest.raises(DataError, match="has no column `text`"):
         read(table)
+    with pytest.raises(DataError, match=r"texts\.csv: must be jsonl, .* `segments` with q and c as"):
+        read(table, pair=("q", "c"))
     pq.write_table(pa.table({"id": [3, 4], "text": ["one", None]}), parquet)
     assert read(parquet) == ([("3", "one")], [f"{parquet} row 2: `text` must be a string, but got None"])
 
@@ -173,15 +159,6 @@ def test_csv_form_is_the_study_s_or_guessed(tmp_path: Path, caplog: pytest.LogCa
     # The study's settings, which no guess would find; then a file with another delimiter.
     for delimiter, content in (("#", f"id#text\na#{text}\n"), (";", f"id,text\na,{text}\n")):
         path.write_bytes(content.encode("cp1251"))
-        form: dict[str, str | None] = {"delimiter": delimiter, "encoding": "cp1251"}
-        examples, bad = read_examples(path, trained(csv_form=form))
-        assert [(example.id, example.text) for example in examples] == [("a", text)]
-        assert not bad
+        assert read(path, csv={"delimiter": delimiter, "encoding": "cp1251"}) == ([("a", text)], [])
     notes = [message for message in caplog.messages if "data.csv" in message]
     assert notes == [f"{path}: read with `,`, not as `data.csv` says"]
-
-
-def test_pairs_need_jsonl(tmp_path: Path) -> None:
-    (tmp_path / "texts.csv").write_text("id,text\n1,a b\n")
-    with pytest.raises(DataError, match=r"texts\.csv: must be jsonl, .* `segments` with q and c as"):
-        read_examples(tmp_path / "texts.csv", trained(("q", "c")))

@@ -23,22 +23,22 @@ def test_fresh_encoder_has_the_tokenizer_s_vocabulary_and_special_tokens() -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_dropout_setting_changes_its_own_dropout(family: str) -> None:
     def rates(**settings: float) -> dict[str, float]:
-        module = family_encoder(family, **settings)
-        found = {name: part.p for name, part in module.named_modules() if isinstance(part, nn.Dropout)}
-        # Some families keep the rate of attention dropout as a number.
-        for name, part in module.named_modules():
-            for attribute in ("attention_dropout", "dropout_prob"):
-                if isinstance(getattr(part, attribute, None), float):
-                    found[f"{name}.{attribute}"] = getattr(part, attribute)
+        """Rates by name. Some families keep the rate of attention dropout as a number."""
+        found = {}
+        for name, part in family_encoder(family, **settings).named_modules():
+            found |= {name: part.p} if isinstance(part, nn.Dropout) else {}
+            numbers = {key: getattr(part, key, None) for key in ("attention_dropout", "dropout_prob")}
+            found |= {f"{name}.{key}": value for key, value in numbers.items() if isinstance(value, float)}
         return found
 
-    default, both = rates(), rates(dropout=0.25, attention_dropout=0.35)
+    default = rates()
     hidden, weights = (
         {name: found[name] for name in default if found[name] != default[name]}
         for found in (rates(dropout=0.25), rates(attention_dropout=0.35))
     )
     assert (set(hidden.values()), set(weights.values())) == ({0.25}, {0.35})
     assert not hidden.keys() & weights.keys()
+    both = rates(dropout=0.25, attention_dropout=0.35)
     assert both | default | hidden | weights == both
 
 

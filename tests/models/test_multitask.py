@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import AttentionPooling, parameter_depths, pool_cls, pool_max, pool_mean
-from hpo.tasks.kind import KINDS
+from hpo.tasks.kind import KINDS, Task
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -27,11 +27,12 @@ def test_logits_have_the_shape_of_their_kind() -> None:
     assert {task.kind for task in KIND_TASKS} == set(KINDS)
     logits = make_model(tasks=KIND_TASKS)(*make_batch((12, 7)))
     outputs = {"single": 3, "multi": 2, "number": 1, "joint": 5, "overlapping": 6, "answer": 2, "evidence": 2}
-    assert {name: tuple(value.shape) for name, value in logits.items()} == {
-        name: (2, num) if name in ("single", "multi", "number") else (2, 12, num)
-        for name, num in outputs.items()
-    }
+    of_text = ("single", "multi", "number")
+    shapes = {name: (2, num) if name in of_text else (2, 12, num) for name, num in outputs.items()}
+    assert {name: tuple(value.shape) for name, value in logits.items()} == shapes
     assert all(value.dtype == torch.float32 for value in logits.values())
+    tasks = tuple(Task(name, "regression") for name in ("type", "keys", "a.b", "", "encoder", "forward"))
+    assert [*make_model(tasks=tasks)(*make_batch())] == [task.name for task in tasks], "any name works"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,17 +104,14 @@ def test_parameter_depths_cover_every_parameter(family: str) -> None:
 )
 def test_freeze_layers_trains_only_the_rest(family: str, freeze_layers: int) -> None:
     model = family_model(family, freeze_layers=freeze_layers, pooling="attention")
-    depths, before = parameter_depths(model), state(model)
-    optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=1.0)
+    depths = parameter_depths(model)
     scalar_loss(model).backward()
-    optimizer.step()
     for name, parameter in model.named_parameters():
         if ".pooler." in name or (freeze_layers and depths[name] <= freeze_layers):
             assert parameter.grad is None, name
-            assert torch.equal(parameter, before[name]), name
         elif not name.endswith(("key.bias", "k.bias", "k_lin.bias")):
             # (A bias of the keys adds the same to all scores of a query: its gradient is 0.)
-            assert not torch.equal(parameter, before[name]), name
+            assert parameter.grad.any(), name
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_unmeasured_products() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert products(nn.Bilinear(16, 16, 4), hidden, hidden) == {"weight": {"unmeasured"}}
     lstm = nn.LSTM(16, 16)
-    nn.init.constant_(lstm.weight_hh_l0, torch.inf)
+    nn.init.constant_(lstm.weight_hh_l0, torch.nan)
     formats = products(lstm, torch.randn(2, 5, 16))
     assert formats == {"weight_ih_l0": {"unmeasured"}, "weight_hh_l0": {"float32"}}
     for forward in (

@@ -20,6 +20,7 @@ from hpo.config.sections import CompatConfig
 from hpo.precision.amp import prepare_model
 from hpo.precision.effective import observe
 from hpo.precision.float8 import float8_facts
+from hpo.precision.parts import float32_modules, run_in_float32
 from hpo.precision.table import PRECISIONS
 from hpo.trial.compat import judge
 from hpo.trial.measure import Measurement
@@ -74,11 +75,6 @@ def torchao(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def on_meta(model_type: str, **settings: int) -> nn.Module:
-    with torch.device("meta"):
-        return AutoModel.from_config(CONFIG_MAPPING[model_type](**settings))
-
-
 @pytest.mark.parametrize(
     ("encoder", "layers"),
     [
@@ -89,45 +85,49 @@ def on_meta(model_type: str, **settings: int) -> nn.Module:
 )
 @pytest.mark.usefixtures("torchao")
 def test_only_large_layers_are_converted(encoder: dict[str, Any], layers: int) -> None:
-    model = prepare_model(on_meta(**encoder), FP8)
-    assert float8_facts(model)["float8_linears"] == layers
+    with torch.device("meta"):
+        model = prepare_model(
+            AutoModel.from_config(CONFIG_MAPPING[encoder.pop("model_type")](**encoder)), FP8
+        )
     with observe(model) as seen:
         pass
-    telemetry = seen.telemetry(compiled=True)
-    assert telemetry["float8_linears"] == layers
+    assert float8_facts(model)["float8_linears"] == layers
+    assert seen.telemetry(compiled=True)["float8_linears"] == layers
     assert ("large enough for float8" in seen.agreement(FP8).reason) == (not layers)
-    assert next(model.parameters()).device.type == "meta"
 
 
 @pytest.mark.usefixtures("torchao")
 def test_agreement_of_converted_layers(request: pytest.FixtureRequest) -> None:
-    """The stand-in's layers are float8 only by name."""
-    model = prepare_model(nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4)), FP8)
+    """The stand-in's layers are float8 only by name. A part in fp32 is not converted."""
+    model = nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4), nn.Sequential(nn.Linear(4096, 8192)))
+    run_in_float32(model[2])
+    prepare_model(model, FP8)
+    assert not float32_modules(model), "it computes in bf16"
     with observe(model) as seen, torch.autocast("cpu", dtype=torch.bfloat16):
-        model(torch.randn(16, 64))
+        hidden = model[0](torch.randn(16, 64))
+        model[1](hidden)
+        model[2](hidden)
     is_real = "stand-in" not in request.node.name
-    assert seen.products["0.weight"] == {"float8" if is_real else "bfloat16"}
-    assert seen.products["1.weight"] == {"bfloat16"}
+    formats = {"0.weight": {"float8" if is_real else "bfloat16"}, "1.weight": {"bfloat16"}}
+    assert seen.products == formats | {"2.0.weight": {"bfloat16"}}
     assert seen.agreement(FP8).agrees is is_real
 
 
-NONE = {"float8_linears": 0, "num_linears": 73, "compiled": True}
-MOST = {"float8_linears": 217, "num_linears": 217, "compiled": True}
-
-
 @pytest.mark.parametrize(
-    ("observed", "verdict", "said"),
+    ("float8", "compiled", "verdict", "said"),
     [
         (
-            NONE,
+            0,
+            True,
             "incompatible",
             "no linear layer of this model is large enough .* so fp8 would be bf16. Use bf16.",
         ),
-        (MOST, "ok", "^$"),
-        (MOST | {"compiled": False}, "degraded", "fp8 needs `compile`: .* `compile: default`, or use bf16."),
+        (217, True, "ok", "^$"),
+        (217, False, "degraded", "fp8 needs `compile`: .* `compile: default`, or use bf16."),
     ],
 )
-def test_verdict_of_fp8(observed: dict[str, Any], verdict: str, said: str) -> None:
+def test_verdict_of_fp8(float8: int, compiled: bool, verdict: str, said: str) -> None:
+    observed = {"float8_linears": float8, "num_linears": 217, "compiled": compiled}
     measurement = Measurement("fp8", observed=observed)
     found = judge(measurement, CompatConfig())
     assert found.verdict == verdict

@@ -24,31 +24,15 @@ PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16,
 LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. Use fp32 or bf16."
 
 
-class Screen:
-    def __init__(self, width: int, terminal: bool = True) -> None:
-        self._file = io.StringIO()
-        self.console = Console(
-            file=self._file, width=width, height=40, force_terminal=terminal, color_system=None
+class Screen(Console):
+    def __init__(self, width: int = 80, is_terminal: bool = True) -> None:
+        super().__init__(
+            file=io.StringIO(), width=width, height=40, force_terminal=is_terminal, color_system=None
         )
 
     @property
     def text(self) -> str:
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._file.getvalue()).replace("\r", "")
-
-    @property
-    def lines(self) -> list[str]:
-        return [line.rstrip() for line in self.text.splitlines()]
-
-
-@pytest.fixture(params=[80])
-def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """Terminal of a command."""
-    made = Screen(request.param)
-    monkeypatch.setattr(terminal, "Console", lambda **_: made.console)
-    return made
-
-
-# Progress of a run
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.file.getvalue()).replace("\r", "")
 
 
 def watched(number: int, outcome: str = "", reason: str = "", *values: float) -> FrozenTrial:
@@ -72,13 +56,13 @@ def running(*values: float, progress: Any = None, number: int = 0) -> StudyProgr
 STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7}
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_line_every_half_minute_and_one_for_each_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
-    screen, clock = Screen(250 if terminal else 80, terminal), [0.0]
+    screen, clock = Screen(250 if is_terminal else 80, is_terminal), [0.0]
     monkeypatch.setattr(screens.time, "monotonic", lambda: clock[0])
-    shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen.console)
+    shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen)
     for second in range(50):
         clock[0] = float(second)
         here = {**STEP, "step": second, "budget_used": second / 100}
@@ -89,7 +73,7 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}, number=9))
     ended = [watched(7, "complete", "", 0.625), watched(8, "unsupported", LONG)]
     shown.show(StudyProgress([], ended, best=(0.625, 7), num_done=2))
-    assert screen.lines == [
+    assert [line.rstrip() for line in screen.text.splitlines()] == [
         "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
         "trial   9",
         "trial   9   40%  step 30",
@@ -98,10 +82,9 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     ]
 
 
-# Screens
-
-
-def test_text_of_others_is_neither_markup_nor_a_terminal_command(screen: Screen) -> None:
+def test_text_of_others_is_neither_markup_nor_a_terminal_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(terminal, "Console", lambda **_: screen)
     nasty, plain = "[red]a\x1b[2J\nb[/red]", "[red]a [2J b[/red]"
     task = task_document("single_label", {"accuracy": 0.5}, warnings=[nasty])
     print_parts(best_screens.detailed(Detailed(7, "test", document({nasty: task}))))

@@ -21,7 +21,7 @@ from hpo.outcome import Outcome
 from hpo.report.detailed import task_metrics_table
 from hpo.report.formats import format_number
 from hpo.report.tables import OUTCOMES, StudyTables, precision_table
-from hpo.study.reading.study_record import TrialRecord, device_kinds
+from hpo.study.reading.study_record import TrialRecord
 
 SPEED = "train_examples_per_second"
 
@@ -170,12 +170,3 @@ def test_every_kind_of_device_has_its_own_row() -> None:
         ]
         assert rows["bf16", device]["examples/s"] == format_number(statistics.median(speeds))
         assert "share of time" not in rows["bf16", device]
-
-
-def test_cpus_with_other_instructions_are_two_kinds() -> None:
-    trials = [fake_trial(number, "fp32") for number in range(3)]
-    for trial, facts in zip(trials, ({}, {"host": "node2"}, {"cpu_features": ["avx2"]}), strict=True):
-        trial.telemetry["device"] = {**DEVICE, **facts}
-    name = DEVICE["name"]
-    assert set(device_kinds(trials[:2]).values()) == {name}
-    assert device_kinds(trials) == {0: f"{name} (amx_bf16)", 1: f"{name} (amx_bf16)", 2: f"{name} (avx2)"}

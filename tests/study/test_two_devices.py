@@ -6,22 +6,18 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import optuna
 import pytest
 from support.scripted_study import ScriptedStudy
-from support.tiny import CPU
 from support.worker_process import change_worker, make_and_run, result, study
 
-from hpo.config.resolved_study import resolve_study
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
-from hpo.study.running.open_study import check_precisions
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.device_sampler import WorkerDevice
@@ -161,16 +157,6 @@ def test_a_trial_continues_only_on_a_device_with_its_precision(
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
 
 
-@pytest.mark.parametrize("name", ["tpe", "grid"])
-def test_a_device_without_any_precision_leaves_the_study(sqlite_url: str, name: str) -> None:
-    space = {"fp_precision": {"type": "categorical", "choices": ["bf16", "tf32"]}, **STEPS}
-    config = study(4, sampler={"name": name, "seed": 1}, search_space=space)
-    [summary] = run_all(sqlite_url, [Worker(config, DeviceInfo(type="cpu", name="old"))])
-    assert (summary.ended, summary.elsewhere) == ("elsewhere", ("bf16", "tf32"))
-    with open_storage(sqlite_url) as storage:
-        assert storage.trial_counts("tiny") == {"open": 4, "running": 0, "done": 0}
-
-
 @pytest.mark.parametrize("name", ["tpe", "gp"])
 def test_a_sampler_learns_among_the_precisions_of_its_device(name: str) -> None:
     """bf16 is by far the best elsewhere; here it is fp16."""
@@ -198,17 +184,3 @@ def test_an_incompatible_precision_is_not_avoided_on_another_kind(checked_on: st
         there.end(there.ask()[0], "incompatible", telemetry=checked)
     here = ScriptedStudy(config, lambda params: params["dropout"], storage=storage, device=device)
     assert ("fp16" in {params["fp_precision"] for params in here.run(12)}) == (checked_on[:3] == "AMX")
-
-
-@pytest.mark.parametrize("name", ["tpe", "gp", "qmc"])
-def test_a_base_precision_without_its_package_is_not_drawn(name: str) -> None:
-    space: dict[str, Any] = {
-        "adapter": {"type": "categorical", "choices": ["none", "lora"]},
-        "base_precision": {"type": "categorical", "choices": ["int8", "nf4"], "when": {"adapter": "lora"}},
-    }
-    config = study(30, sampler={"name": name, "seed": 1}, search_space=space | RATES)
-    missing = check_precisions(resolve_study(config, replace(CPU, has_bitsandbytes=False)))
-    here = ScriptedStudy(config, device=WorkerDevice(left_out=missing), skipped=missing)
-    assert {params.get("base_precision") for params in here.run(24)} == {None, "int8"}
-    every = optuna.distributions.CategoricalDistribution(("int8", "nf4"))
-    assert {one.distributions.get("base_precision", every) for one in here.trials} == {every}

@@ -7,12 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def interval(value: float | None, half: float = 0.03) -> dict[str, float | None]:
-    return {
-        "value": value,
-        "low": None if value is None else value - half,
-        "high": None if value is None else value + half,
-    }
+def interval(value: float | None) -> dict[str, float | None]:
+    low, high = (None, None) if value is None else (value - 0.03, value + 0.03)
+    return {"value": value, "low": low, "high": high}
 
 
 def class_row(name: str, hits: int, support: int, num_predicted: int) -> dict[str, Any]:
@@ -96,26 +93,20 @@ TEXT = (
 
 def every_kind() -> dict[str, Any]:
     """One task of each kind, with classes that nobody predicts, overlapping spans and warnings."""
-    classes = ("delivery", "quality", "price & service", "a class with a very long name that must be wrapped")
+    names = ("delivery", "quality", "price & service", "a class with a very long name that must be wrapped")
     topics = single_label(
-        classes,
-        worst=[error(f"row-{at}", TEXT, "delivery", classes[1 + at % 3], 4.0 - at / 10) for at in range(6)],
+        names,
+        worst=[error(f"row-{at}", TEXT, "delivery", names[1 + at % 3], 4.0 - at / 10) for at in range(6)],
         warnings=["The class `price & service` has 3 rows of test, fewer than 10: its figures are noise."],
     )
+    counts = {"late": (40, 50, 55), "broken": (22, 30, 28), "rude": (0, 12, 0), "never seen": (0, 0, 0)}
+    pairs = [[0, 0, 40], [0, 1, 6], [1, 1, 22], [1, 0, 9], [2, 0, 5]]
     tags = task_document(
         "multi_label",
         {"f1_macro": 0.52, "f1_micro": 0.61, "exact_match": 0.33},
         threshold=0.41,
-        classes=[
-            class_row("late", 40, 50, 55),
-            class_row("broken", 22, 30, 28),
-            class_row("rude", 0, 12, 0),
-            class_row("never seen", 0, 0, 0),
-        ],
-        confusion={
-            "labels": ["late", "broken", "rude", "never seen"],
-            "counts": [[0, 0, 40], [0, 1, 6], [1, 1, 22], [1, 0, 9], [2, 0, 5]],
-        },
+        classes=[class_row(name, *row) for name, row in counts.items()],
+        confusion={"labels": [*counts], "counts": pairs},
         worst=[
             error("row-9", TEXT, ["late", "broken"], ["broken", "rude"], 5.2),
             error("row-10", TEXT, [], ["late"], 3.1),
@@ -123,31 +114,23 @@ def every_kind() -> dict[str, Any]:
         ],
         warnings=["The class `rude` is true in 12 rows of test and never predicted."],
     )
+    true, said = [["delay", 11, 30], ["damage", 67, 97]], [["delay", 15, 30], ["damage", 78, 84]]
     spans = task_document(
         "token_classification",
         {"span_f1": 0.48, "span_overlap_f1": 0.63},
         classes=[class_row("delay", 30, 50, 44), class_row("damage", 12, 20, 31)],
         worst=[
-            error(
-                "row-3",
-                TEXT,
-                [["delay", 11, 30], ["damage", 67, 97]],
-                [["delay", 15, 30], ["damage", 78, 84]],
-            ),
+            error("row-3", TEXT, true, said),
             error("row-4", TEXT, [["delay", 4, 30]], [["damage", 20, 46]]),
             error("row-5", TEXT, [["delay", 0, 30], ["damage", 11, 50]], [["delay", 0, 30]]),
             error("row-6", TEXT, [], [["damage", 130, 142]], text_start=800, num_outside=3),
         ],
     )
-    answer = task_document(
-        "span_extraction",
-        {"span_f1": 0.58, "exact_match": 0.44},
-        classes=[class_row("answer", 30, 50, 44)],
-        worst=[error("row-7", TEXT, [["answer", 15, 24]], [["answer", 11, 30]])],
-    )
-    stars = task_document(
-        "regression", {"r2": 0.41, "mae": 0.83, "rmse": 1.1}, worst=[error("row-8", TEXT, 1.0, 4.27, 3.27)]
-    )
+    answers = [error("row-7", TEXT, [["answer", 15, 24]], [["answer", 11, 30]])]
+    found = {"classes": [class_row("answer", 30, 50, 44)], "worst": answers}
+    answer = task_document("span_extraction", {"span_f1": 0.58, "exact_match": 0.44}, **found)
+    far = [error("row-8", TEXT, 1.0, 4.27, 3.27)]
+    stars = task_document("regression", {"r2": 0.41, "mae": 0.83, "rmse": 1.1}, worst=far)
     return document({"topic": topics, "tags": tags, "phrases": spans, "why": answer, "stars": stars})
 
 

@@ -57,28 +57,20 @@ ENDINGS = {
 
 
 def fake_record() -> StudyRecord:
-    """40 trials over four precisions and three workers with every outcome, a fallback, a shared device
-    and a trial whose precision facts disagree."""
+    """40 trials over four precisions with every outcome, a fallback, a shared device and a trial whose
+    precision facts disagree."""
     random_numbers = random.Random(7)
     precisions = ["fp32", "bf16", "fp16", "bf16"]
-    free_at = {f"node1-{worker}": 0.0 for worker in range(3)}
     trials = []
     for number in range(40):
         outcome, reason = ENDINGS.get(number, ("complete", ""))
         precision = "tf32" if outcome == "unsupported" else precisions[number % 4]
         if outcome == "nonfinite":
             precision = "fp16"
-        worker = min(free_at, key=lambda name: free_at[name])
-        trial = _trial(random_numbers, number, precision, outcome, reason, worker, free_at[worker])
-        free_at[worker] += (trial.seconds or 30.0) + 2.0
-        trials.append(trial)
+        trials.append(_trial(random_numbers, number, precision, outcome, reason))
     observed = {**trials[9].telemetry["precision"]["observed"], "linear_products": {"float32": 38}}
-    disagreement = {
-        "agrees": False,
-        "reason": "38 weights were not multiplied in bfloat16",
-        "observed": observed,
-    }
-    trials[9].telemetry["precision"] |= disagreement
+    reason = "38 weights were not multiplied in bfloat16"
+    trials[9].telemetry["precision"] |= {"agrees": False, "reason": reason, "observed": observed}
     trials[10].telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
     trials[12].telemetry["device"]["shared"] = True
     return record_of(trials, counts={"open": 1, "running": 1, "done": 38})
@@ -98,7 +90,7 @@ def two_device_record() -> StudyRecord:
         on_gpu = number % 2 == 1
         precision = ("fp32", "bf16", "fp16", "tf32" if on_gpu else "fp32")[number // 2 % 4]
         fails = precision == "fp16" and not on_gpu
-        score = _trial(random.Random(number), number, precision, "complete", "", "node1-0", 100.0 * number)
+        score = fake_trial(number, precision)
         trial = fake_trial(number, precision, "incompatible" if fails else "complete")
         assert score.values is not None
         values = (score.values[0] - (0.2 if precision == "bf16" and on_gpu else 0.0),)
@@ -116,7 +108,7 @@ def two_device_record() -> StudyRecord:
 
 def fake_trial(number: int, precision: str, outcome: str = "complete") -> TrialRecord:
     """One trial; the same numbers for the same arguments."""
-    return _trial(random.Random(number), number, precision, outcome, "", "node1-0", 100.0 * number)
+    return _trial(random.Random(number), number, precision, outcome)
 
 
 def with_values(number: int, values: tuple[float, ...], **params: Any) -> TrialRecord:
@@ -138,9 +130,7 @@ def fake_tables() -> StudyTables:
     return StudyTables(fake_record())
 
 
-def _trial(
-    draw: random.Random, number: int, precision: str, outcome: str, reason: str, worker: str, start: float
-) -> TrialRecord:
+def _trial(draw: random.Random, number: int, precision: str, outcome: str, reason: str = "") -> TrialRecord:
     params: dict[str, Any] = {
         "fp_precision": precision,
         "learning_rate": 10 ** draw.uniform(-5, -3),
@@ -188,7 +178,7 @@ def _trial(
             "peak_memory_bytes": int((900 if precision == "fp32" else 640) * 2**20 * batch_size**0.3),
             "num_steps": 40 * num_evaluations,
         }
-    begun = START + timedelta(seconds=start)
+    begun = START + timedelta(seconds=100 * number)
     ended = outcome != "running"
     states = {"complete": "COMPLETE", "failed": "FAIL", "running": "RUNNING", "preempted": "RUNNING"}
     return TrialRecord(
@@ -201,7 +191,7 @@ def _trial(
         started=begun,
         ended=begun + timedelta(seconds=seconds) if ended else None,
         seconds=seconds if ended else None,
-        attributes={"worker": worker},
+        attributes={"worker": "node1-0"},
         telemetry=telemetry,
         evaluations=evaluations,
     )

@@ -2,14 +2,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 
 import pytest
-from support.study_records import record_of
 from support.tracked_study import TrackedStudy
 
-from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 from hpo.track import follow
 from hpo.track.follow import Follower
 from hpo.track.runs import Run, runs_of
@@ -72,25 +68,6 @@ def test_follow_ends_without_a_live_worker(
     assert "trial 0" in [run.name for run in tracker.shown]
     assert stop.is_set() is has_worker
     assert ("had no worker for" in caplog.text) is not has_worker
-
-
-def test_idle_seconds_ignore_changes_of_the_database_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is set by a day. The only worker is live until then."""
-    now, day = [0.0], timedelta(days=1)
-    monkeypatch.setattr(follow.time, "monotonic", lambda: now[0])
-    seen = datetime(2026, 1, 1, tzinfo=UTC)
-    times = iter([seen, seen, seen + day, seen + day])
-
-    def read() -> StudyRecord:
-        worker = WorkerRecord("w", "node", 7, next(times), alive=False, trial_number=None)
-        worker = replace(worker, silent_seconds=day.total_seconds())
-        return record_of([], workers=[worker])
-
-    follower, idle = Follower(read, "token", FakeTracker()), []
-    for _ in range(4):
-        idle.append(follower.update().idle_seconds)
-        now[0] += 10.0
-    assert idle == [0.0, 10.0, 0.0, 10.0]
 
 
 def test_content_of_trial(tracked: TrackedStudy) -> None:

@@ -169,12 +169,10 @@ def test_hostile_names_are_replaced(tracked: TrackedStudy) -> None:
     [
         ("", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
         ("http://user:secret@127.0.0.1:9", 1, "user:***@127.0.0.1:9"),
-        ("foo://user:secret@x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
-        ("sqlite:x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
         ("sqlite:////no/such/folder/x.db", 2, "the folder `/no/such/folder` must exist"),
         (f"foo://u:{'secret' * 99}@x", 2, "MLFLOW_TRACKING_URI must say where MLflow is"),
     ],
-    ids=["none", "unreachable", "unknown scheme", "no path", "no folder", "long password"],
+    ids=["none", "unreachable", "no folder", "long password"],
 )
 def test_bad_address_is_one_error(
     tracked: TrackedStudy, monkeypatch: pytest.MonkeyPatch, address: str, exit_code: int, message: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,6 +25,12 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def save_steps(store: CheckpointStore, steps: Iterable[int], *, best: bool = False) -> None:
+    for step in steps:
+        store.save(step, WEIGHTS, state={"step": step}, best={} if best else None)
+    store.wait()
+
+
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("hpo.training.checkpoint.torch.save", full)
@@ -39,16 +46,12 @@ def test_save_copies_weights_and_state(store: CheckpointStore) -> None:
     latest = store.latest()
     assert latest.state["step"] == 3
     assert latest.state["optimizer"]["state"][0]["moment"].eq(0).all()
-    assert {name: (bool(value.any()), value.dtype) for name, value in latest.weights.items()} == {
-        "a": (False, torch.float32),
-        "b": (False, torch.bfloat16),
-    }
+    kept = {name: (bool(value.any()), value.dtype) for name, value in latest.weights.items()}
+    assert kept == {"a": (False, torch.float32), "b": (False, torch.bfloat16)}
 
 
 def test_kept_checkpoints(store: CheckpointStore) -> None:
-    for step in (1, 2, 3):
-        store.save(step, WEIGHTS, state={}, best={})
-    store.wait()
+    save_steps(store, (1, 2, 3), best=True)
     assert names_in(store.folder) == ["best-00000003", "step-00000002", "step-00000003"]
     left = store.folder / ".step-00000004.999.tmp"  # of a killed writer
     left.mkdir()
@@ -57,8 +60,7 @@ def test_kept_checkpoints(store: CheckpointStore) -> None:
     assert store.finish(3)
     assert names_in(store.folder) == ["best-00000003", "step-00000003"]
     store.save(2, WEIGHTS, best={})  # a resumed worker repeats an evaluation
-    assert store.finish(2)
-    assert not store.finish(5)
+    assert (store.finish(2), store.finish(5)) == (True, False)
     assert names_in(store.folder) == ["best-00000002", "step-00000003"]
 
 
@@ -72,9 +74,7 @@ def test_checkpoint_of_another_worker_during_a_wait(tmp_path: Path) -> None:
                 elsewhere.save(8, WEIGHTS, state={"step": 8})
             raise CheckpointError("it is not there")
 
-    latest = CheckpointStore(tmp_path, "key", Slow()).latest()
-    assert latest is not None
-    assert latest.state == {"step": 8}
+    assert CheckpointStore(tmp_path, "key", Slow()).latest().state == {"step": 8}
 
 
 @pytest.mark.parametrize("has_links", [True, False])
@@ -83,25 +83,19 @@ def test_hard_link_to_the_best_weights(
 ) -> None:
     if not has_links:
         monkeypatch.setattr(Path, "hardlink_to", Mock(side_effect=OSError("Operation not permitted")))
-    later = {name: value + 1 for name, value in WEIGHTS.items()}
-    store.save(1, WEIGHTS, state={"kind": "step"}, best={"kind": "best"})
-    store.save(2, later, state={"kind": "step"})
+    save_steps(store, [1], best=True)
+    best, same = (store.folder / name / "model.safetensors" for name in ("best-00000001", "step-00000001"))
+    assert (best.stat().st_ino == same.stat().st_ino) == has_links
+    store.save(2, {name: value + 1 for name, value in WEIGHTS.items()}, best={})  # drops the best of before
     store.wait()
-    best, same, other = (store.folder / name for name in ("best-00000001", "step-00000001", "step-00000002"))
-    inodes = [(path / "model.safetensors").stat().st_ino for path in (best, same, other)]
-    assert len(set(inodes)) == (2 if has_links else 3)
-    store.save(2, later, best={})  # drops the best of before
-    store.wait()
-    assert [read_checkpoint(path).state for path in (same, other)] == [{"kind": "step"}] * 2
-    for path, weights in ((same, WEIGHTS), (other, later)):
-        assert all(torch.equal(value, weights[name]) for name, value in read_checkpoint(path).weights.items())
+    left = read_checkpoint(same.parent)
+    assert left.state == {"step": 1}
+    assert all(torch.equal(value, WEIGHTS[name]) for name, value in left.weights.items())
 
 
 @pytest.mark.parametrize(("name", "kept"), [("model.safetensors", 0.5), ("state.pt", 0.5), ("state.pt", 0)])
 def test_truncated_checkpoint(store: CheckpointStore, name: str, kept: float) -> None:
-    for step in (1, 2):
-        store.save(step, WEIGHTS, state={"step": step})
-    store.wait()
+    save_steps(store, (1, 2))
     path = store.folder / "step-00000002" / name
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept)])
@@ -122,44 +116,32 @@ def test_checkpoint_with_code(store: CheckpointStore) -> None:
 
 
 def test_full_disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.save(1, WEIGHTS, state={"step": 1})
-    store.wait()
+    save_steps(store, [1])
     with monkeypatch.context() as patch:
         fill_disk(patch)
-        for step in (2, 3):
-            store.save(step, WEIGHTS, state={"step": step})
-        store.wait()
+        save_steps(store, (2, 3))
     assert names_in(store.folder) == ["step-00000001"]
-    assert store.latest().state == {"step": 1}
-    assert len(store.problems) == 1
-    assert re.search(r"trial-00000 could not be written: .*No space left.*Free some space", store.problems[0])
-    store.save(4, WEIGHTS, state={"step": 4})
-    store.wait()
+    (problem,) = store.problems
+    assert re.search(r"trial-00000 could not be written: .*No space left.*Free some space", problem)
+    save_steps(store, [4])
     assert store.latest().state == {"step": 4}
 
 
-@pytest.mark.parametrize("end", [ZeroDivisionError, KeyboardInterrupt, Preempted])
+@pytest.mark.parametrize("end", [KeyboardInterrupt, Preempted])
 def test_failed_write_raises_only_for_a_preemption(
     store: CheckpointStore, end: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_disk(monkeypatch)
-
-    def save_and_end() -> None:
-        with store:
-            store.save(2, WEIGHTS, state={"step": 2})
-            raise end
-
-    with pytest.raises(CheckpointError if end is Preempted else end):
-        save_and_end()
+    with pytest.raises(CheckpointError if end is Preempted else end), store:  # noqa: PT012
+        store.save(2, WEIGHTS, state={"step": 2})
+        raise end
     assert len(store.problems) == 1
 
 
 def test_late_worker_keeps_newer_checkpoints(tmp_path: Path) -> None:
     late, new = (CheckpointStore(tmp_path, "key") for _ in range(2))
     for store, steps in ((late, (10, 20)), (new, (30, 40, 50)), (late, (25, 35))):
-        for step in steps:
-            store.save(step, WEIGHTS, state={"step": step}, best={})
-        store.wait()
+        save_steps(store, steps, best=True)
     assert new.latest().state == {"step": 50}
     assert {"step-00000040", "step-00000050", "best-00000050"} <= set(names_in(tmp_path))
 
@@ -171,10 +153,8 @@ def test_checkpoints_of_several_keys(tmp_path: Path) -> None:
         with CheckpointStore(tmp_path, "B") as now:
             now.save(step, WEIGHTS, state={"step": step}, best={"of": "B"} if step == 30 else None)
         assert CheckpointStore(tmp_path, "B").latest().state == {"step": step}
-    back = CheckpointStore(tmp_path, "A")
-    assert back.latest().state == {"step": 500}
-    assert back.best().state == {"of": "A"}
-    of_none = CheckpointStore(tmp_path, "C")
+    back, of_none = CheckpointStore(tmp_path, "A"), CheckpointStore(tmp_path, "C")
+    assert (back.latest().state, back.best().state) == ({"step": 500}, {"of": "A"})
     assert (of_none.latest(), of_none.best()) == (None, None)
     now.finish(0)
     assert names_in(tmp_path) == ["best-00000030", "step-00000090"]

@@ -16,6 +16,7 @@ from hpo.models.multitask import MultitaskModel
 
 TRAINING = {"max_steps": 6, "batch_size": 8, "max_length": 64, "dropout": 0.0, "attention": "eager"}
 DIVERGING = {"max_steps": 30, "optimizer": "sgd", "max_grad_norm": None, "learning_rate": 10}
+SCALED = {"init_scale": 1e36, "min_scale": 1e36}
 
 
 def wide_layer(model: MultitaskModel) -> None:
@@ -46,34 +47,21 @@ def breaks_in_evaluation(model: MultitaskModel) -> None:
         (wide_layer, "fp16", {}, True),
         (breaks_in_evaluation, "bf16", {}, True),
         (lambda _: None, "bf16", DIVERGING, False),
-        (bad_head, "bf16", {}, False),
         (bad_head, "bf16-true", {}, False),
         (lambda _: None, "fp32", DIVERGING, None),
+        (lambda _: None, "fp16", SCALED, True),
+        (lambda _: None, "fp16", SCALED | {"fallback_to_fp32": True}, True),
     ],
-    ids=["forward", "evaluation", "diverged", "bad weights", "bf16 weights", "fp32 itself"],
+    ids=["forward", "evaluation", "diverged", "bad weights", "fp32 itself", "loss scale", "fallback"],
 )
 def test_repetition_of_the_failed_step(
     tmp_path: Path, alter: Any, precision: str, settings: dict[str, Any], expected: bool | None
 ) -> None:
-    executor = altered_executor(
-        tmp_path,
-        alter,
-        training=TRAINING | settings,
-        amp={"allow_emulated": True},
-        compat={"enabled": False},
-        search_space={},
-    )
+    """The repeat has no loss scale: gradients in fp32 would overflow with it, too."""
+    amp = {name: value for name, value in settings.items() if name in (*SCALED, "fallback_to_fp32")}
+    training = {name: value for name, value in settings.items() if name not in amp}
+    study = {"compat": {"enabled": False}, "search_space": {}, "amp": {"allow_emulated": True, **amp}}
+    executor = altered_executor(tmp_path, alter, training=TRAINING | training, **study)
     result = run_trial(executor, tmp_path / "trial", fp_precision=precision)
     assert result.outcome == "nonfinite"
     assert result.telemetry.get("finite_in_fp32") == expected
-
-
-@pytest.mark.parametrize("fallback", [True, False])
-def test_overflow_at_the_lowest_loss_scale(tmp_path: Path, fallback: bool) -> None:
-    """The repeat has no loss scale: gradients in fp32 would overflow with it, too."""
-    amp = {"allow_emulated": True, "fallback_to_fp32": fallback, "init_scale": 1e36, "min_scale": 1e36}
-    executor = altered_executor(
-        tmp_path, lambda _: None, training=TRAINING, amp=amp, compat={"enabled": False}
-    )
-    result = run_trial(executor, tmp_path / "trial", fp_precision="fp16")
-    assert (result.outcome, result.telemetry["finite_in_fp32"]) == ("nonfinite", True)

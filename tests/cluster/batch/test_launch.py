@@ -70,23 +70,17 @@ def test_worker_has_environment_of_setup_script(tmp_path: Path) -> None:
     assert job.returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["absent", "not executable", "folder", "not on the path"])
 @pytest.mark.parametrize(
     "container", [False, pytest.param(True, marks=needs_root)], ids=["node", "container"]
 )
-def test_error_names_missing_python(tmp_path: Path, kind: str, container: bool) -> None:
-    given = "no-such-python" if kind == "not on the path" else str(tmp_path / "python")
-    if kind == "not executable":
-        Path(given).write_text("")
-    if kind == "folder":
-        Path(given).mkdir()
+def test_error_names_missing_python(tmp_path: Path, container: bool) -> None:
     make_programs(tmp_path)
     options = {"apptainer": str(make_image(tmp_path))} if container else {}
-    job = start(tmp_path, python=given, **options)
+    job = start(tmp_path, python="no-such-python", **options)
     out, err = job.communicate()
     where = " in the container" if container else ""
     assert (job.returncode, out) == (2, "")
-    assert f"--python must name a program{where} on n1, but `{given}` is no program." in err
+    assert f"--python must name a program{where} on n1, but `no-such-python` is no program." in err
 
 
 @needs_root

@@ -36,13 +36,7 @@ from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
-from hpo.study.sampling.promotion import (
-    PAUSED_ATTR,
-    RUNGS_ATTR,
-    Promotion,
-    Standings,
-    promotion_of,
-)
+from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR, Promotion, Standings, promotion_of
 from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import BUDGET_SPENT, create_or_resume_study

@@ -10,14 +10,7 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
-from support.worker_process import (
-    begin,
-    change_worker,
-    evaluate,
-    result,
-    study,
-    worker_on,
-)
+from support.worker_process import begin, change_worker, evaluate, result, study, worker_on
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, OutageError

@@ -12,18 +12,17 @@ from support.tiny import CPU
 from support.worker_process import begin, evaluate, run_trials, study, worker_on
 
 from hpo.config.resolved_study import ResolvedStudy, resolve_study
-from hpo.errors import DataError, InputError
+from hpo.errors import InputError
 from hpo.study.running import open_study as module
 from hpo.study.running.open_study import check_precisions, open_study
 from hpo.study.store.schema import claims
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
 
 class FakeExecutor:
-    """Stands for the executor of a study; its check raises `problem`."""
+    """Stands for the executor of a study."""
 
-    problem: Exception | None = None
     made: list[FakeExecutor]
 
     def __init__(self, resolved: ResolvedStudy, *_: Any, checks_values: bool) -> None:
@@ -35,14 +34,12 @@ class FakeExecutor:
 
     def check_study(self) -> None:
         self.num_checks += 1
-        if self.problem:
-            raise self.problem
 
 
 @pytest.fixture
 def executors(monkeypatch: pytest.MonkeyPatch) -> type[FakeExecutor]:
     """The class of the executors; `made` has its objects."""
-    FakeExecutor.made, FakeExecutor.problem = [], None
+    FakeExecutor.made = []
     monkeypatch.setattr(module, "build_executor", FakeExecutor)
     return FakeExecutor
 
@@ -50,22 +47,6 @@ def executors(monkeypatch: pytest.MonkeyPatch) -> type[FakeExecutor]:
 def train(storage: Storage, config: Any) -> None:
     create_or_resume_study(storage, config)
     run_trials(storage, config, lambda trial: evaluate(storage, trial))
-
-
-@pytest.mark.parametrize("has_database", [False, True])
-def test_failed_check_leaves_no_study(
-    sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor], has_database: bool
-) -> None:
-    executors.problem = DataError("two classes of one name")
-    if has_database:
-        with open_storage(sqlite_url) as storage:
-            create_or_resume_study(storage, study(name="other"))
-    with pytest.raises(DataError), open_study(study(), sqlite_url, tmp_path):
-        pass
-    assert bool(list(tmp_path.glob("hpo.db*"))) == has_database
-    if has_database:
-        with open_storage(sqlite_url) as storage:
-            assert not storage.has_study("tiny")
 
 
 @pytest.mark.parametrize(("begun", "num_checks"), [("no", 1), ("checkpointed", 0), ("ended", 0)])

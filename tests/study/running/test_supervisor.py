@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
@@ -75,24 +74,6 @@ def test_too_many_restarts_end_the_other_workers(
     assert [log.count("--- a worker starts") for log in logs] == [1, 3]
     assert "told to leave" in logs[0]
     assert caplog.text.count("it is started again") == 2
-
-
-@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
-def test_failure_shows_the_log_of_this_run(
-    run: RunProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
-) -> None:
-    log = tmp_path / "tiny" / f"worker-{socket.gethostname()}-{os.getpid()}-0.log"
-    log.parent.mkdir()
-    log.write_text("the first run\n")
-    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 5 if code == 2 else 0)
-    with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done\.") as raised:
-        run(f"print('Error: no such column'); raise SystemExit({code})")
-    assert type(raised.value) is kind
-    assert "Error: no such column" in str(raised.value)
-    assert "the first run" not in str(raised.value)
-    first, started, error = log.read_text().splitlines()
-    assert (first, error) == ("the first run", "Error: no such column")
-    assert started.startswith("--- a worker starts, 20")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from support.tiny import CPU
 from support.worker_process import make_and_run, result, run_trials, scored, study
 
 from hpo.config.search_space import suggest
-from hpo.config.study_config import StudyConfig
 from hpo.errors import DataError, DeviceLostError, Paused, RunError
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
@@ -26,7 +25,7 @@ from hpo.study.running import final_evaluation
 from hpo.study.running import worker as worker_module
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.stopping import Stop
-from hpo.study.running.worker import TrialRunner, WorkerOptions
+from hpo.study.running.worker import TrialRunner
 from hpo.study.sampling.promotion import PAUSED_ATTR
 from hpo.study.store import optuna_internals
 from hpo.study.store.storage import Storage
@@ -36,25 +35,6 @@ from hpo.study.store.studies import create_or_resume_study
 def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
     suggest(study().search_space, trial)
     return result("complete")
-
-
-@pytest.mark.parametrize(
-    ("params", "reason"),
-    [
-        ({"learning_rate": 5.0}, "learning_rate=5 is outside 1e-05 to 0.001."),
-        ({"learning_rate": "fast"}, "learning_rate=fast must be a number."),
-        ({"fp_precision": "tf32"}, "fp_precision=tf32 is none of its choices, which are fp32, bf16, fp16."),
-        ({"lr": 1e-4}, "The study does not search `lr`. Did you mean `learning_rate`?"),
-    ],
-)
-def test_invalid_enqueued_trial_fails_in_addition_to_the_others(
-    storage: Storage, params: dict[str, Any], reason: str
-) -> None:
-    create_or_resume_study(storage, study(2)).enqueue_trial(params)
-    assert make_and_run(study(2), storage, complete).outcomes == {"complete": 2}
-    refused, *others = read_study(storage, "tiny").trials
-    assert (refused.state, refused.outcome, len(others)) == ("FAIL", "failed", 2)
-    assert reason in refused.reason
 
 
 def test_encoder_planted_in_the_database_never_runs(storage: Storage) -> None:
@@ -113,20 +93,6 @@ def test_timeout_starts_no_further_trial(storage: Storage, monkeypatch: pytest.M
     assert (summary.ended, summary.outcomes, summary.exit_code) == ("timeout", {"complete": 3}, 0)
 
 
-# Trials of an executor
-
-
-def executor_of(config: StudyConfig, folder: Path, run: Callable[..., Any] = complete) -> Any:
-    return SimpleNamespace(
-        study=config,
-        device=CPU,
-        amp=config.amp,
-        fingerprint="x",
-        trial_folder=lambda _token, number: folder / "checkpoints" / str(number),
-        run=run,
-    )
-
-
 @pytest.mark.parametrize(
     ("values", "broken", "paused_at"),
     [
@@ -151,118 +117,80 @@ def test_trial_pauses_at_a_rung_with_a_finite_value(
         return result("pruned" if broken else "complete", telemetry={"device": {}})
 
     create_or_resume_study(storage, config)
-    make_and_run(config, storage, TrialRunner(executor_of(config, tmp_path, run), storage, stop), stop=stop)
+    folder = lambda _token, number: tmp_path / str(number)  # noqa: E731
+    executor: Any = SimpleNamespace(study=config, device=CPU, trial_folder=folder, run=run)
+    make_and_run(config, storage, TrialRunner(executor, storage, stop), stop=stop)
     [trial] = storage.load_study(config.name).trials
     assert trial.user_attrs.get(PAUSED_ATTR) == paused_at
     assert storage.trial_counts(config.name).get("paused", 0) == (paused_at is not None)
 
 
-# The worker of an open study
-
-
-def evaluated(name: str, split: str) -> dict[str, Any]:
-    """The document of the checkpoint in the folder `name`."""
-    return document({name: task_document("regression", {})}, split)
-
-
 class Evaluating:
-    """A finished study for an evaluation, which calls `on_batch`."""
+    """A finished study of three trials, the second the best, for an evaluation that calls `on_batch`."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
-        self.storage, self.folder = storage, folder
-        self.splits: tuple[str, ...] = ("train", "validation", "test")
-        self.stop = threading.Event()
+        self.storage, self.folder, self.stop = storage, folder, threading.Event()
         self.evaluated: list[tuple[str, str]] = []
         """The folder of the checkpoint and the split, of each begun evaluation."""
-        self.on_batch: Callable[[str], None] = lambda _: None
-        self.remote: Any = None
+        self.on_batch: Callable[[], None] = lambda: None
+        values = (0.25, 0.75, 0.5)
+        run_trials(storage, study(3), lambda trial: result("complete", values=(values[trial.number],)))
 
     def run(self) -> None:
-        data: Any = SimpleNamespace(splits=dict.fromkeys(self.splits))
+        data: Any = SimpleNamespace(splits=dict.fromkeys(("train", "validation", "test")))
         executor: Any = SimpleNamespace(study=study(), dataset=data, device=CPU)
         folder = lambda number: self.folder / f"trial-{number}"  # noqa: E731
-        evaluate_best(executor, self.storage, folder, self.stop, self.remote)
+        evaluate_best(executor, self.storage, folder, self.stop, None)
 
-    def split_predictions(
-        self, _: Any, folder: Path, params: Any, split: str, on_batch: Callable[[], None]
-    ) -> Any:
-        trials = {f"trial-{one.number}": one for one in read_study(self.storage, "tiny").trials}
-        assert params == trials[folder.name].params
+    def split_predictions(self, _: Any, folder: Path, params: Any, split: str, on_batch: Any) -> Any:
+        assert params == read_study(self.storage, "tiny").trials[1].params
         self.evaluated.append((folder.name, split))
-        self.on_batch(folder.name)
+        self.on_batch()
         on_batch()
-        return SimpleNamespace(as_json=lambda: evaluated(folder.name, split))
+        return SimpleNamespace(as_json=lambda: DOCUMENT)
 
-    @property
-    def stored(self) -> dict[int, Any]:
-        trials = read_study(self.storage, "tiny").trials
-        return {trial.number: trial.detailed for trial in trials if trial.detailed}
+
+DOCUMENT = document({"size": task_document("regression", {})})
 
 
 @pytest.fixture
-def evaluating(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Evaluating:
-    caplog.set_level(logging.INFO, "hpo")
+def evaluating(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluating:
     found = Evaluating(storage, tmp_path)
     monkeypatch.setattr(final_evaluation, "split_predictions", found.split_predictions)
     monkeypatch.setattr(final_evaluation, "evaluate_predictions", lambda predicted, **_: predicted)
     return found
 
 
-def finish(storage: Storage, *values: tuple[float, ...], left: int = 0) -> None:
-    """Run a study with these values of its trials; `left` trials stay open."""
-    goals = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
-    config = study(len(values) + left, objective=goals[: len(values[0])])
-    create_or_resume_study(storage, config)
-    stop = threading.Event()
-    options = WorkerOptions(after_trial=stop.set if left else lambda: None)
-    values_of = lambda trial: result("complete", values=values[trial.number])  # noqa: E731
-    run_trials(storage, config, values_of, options=options, stop=stop)
-
-
 def test_best_trial_is_evaluated_once(evaluating: Evaluating) -> None:
-    finish(evaluating.storage, (0.25,), (0.75,), (0.5,))
+    with final_evaluation._held(evaluating.folder / "evaluation.lock"):
+        evaluating.run()
+    assert evaluating.evaluated == [], "another worker of the folder evaluates"
     evaluating.run()
     evaluating.run()
     assert evaluating.evaluated == [("trial-1", "test")]
-    assert evaluating.stored == {1: {"test": evaluated("trial-1", "test")}}
-
-
-def test_one_worker_of_a_folder_evaluates(evaluating: Evaluating) -> None:
-    finish(evaluating.storage, (0.1,))
-    with final_evaluation._held(evaluating.folder / "evaluation.lock"):
-        evaluating.run()
-    assert evaluating.evaluated == []
+    trials = read_study(evaluating.storage, "tiny").trials
+    assert [trial.detailed for trial in trials] == [{}, {"test": DOCUMENT}, {}]
 
 
 @pytest.mark.parametrize(
-    ("error", "level", "text"),
+    ("error", "text"),
     [
-        (RunError("there is no checkpoint."), "INFO", "there is no checkpoint."),
-        (ZeroDivisionError("of ours"), "WARNING", "ZeroDivisionError: of ours"),
-        (DeviceLostError("the GPU is lost."), "WARNING", "the GPU is lost."),
+        (None, "told to stop."),
+        (RunError("there is no checkpoint."), "there is no checkpoint."),
+        (ZeroDivisionError("of ours"), "ZeroDivisionError: of ours"),
+        (DeviceLostError("the GPU is lost."), "the GPU is lost."),
     ],
 )
-def test_error_is_only_logged(
-    evaluating: Evaluating, caplog: pytest.LogCaptureFixture, error: Exception, level: str, text: str
+def test_stop_or_error_of_the_evaluation_is_only_logged(
+    evaluating: Evaluating, caplog: pytest.LogCaptureFixture, error: Exception | None, text: str
 ) -> None:
-    def fail(_: str) -> None:
-        raise error
+    def end() -> None:
+        evaluating.stop.set()
+        if error is not None:
+            raise error
 
-    finish(evaluating.storage, (0.1,))
-    evaluating.on_batch = fail
+    caplog.set_level(logging.INFO, "hpo")
+    evaluating.on_batch = end
     evaluating.run()
-    assert evaluating.stored == {}
-    messages = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert (level, f"The best trial is not evaluated in detail: {text}") in messages
-
-
-def test_stop_ends_the_evaluation_at_the_next_batch(
-    evaluating: Evaluating, caplog: pytest.LogCaptureFixture
-) -> None:
-    finish(evaluating.storage, (0.1,))
-    evaluating.on_batch = lambda _: evaluating.stop.set()
-    evaluating.run()
-    assert (evaluating.evaluated, evaluating.stored) == ([("trial-0", "test")], {})
-    assert "not evaluated in detail: told to stop." in caplog.text
+    assert not any(trial.detailed for trial in read_study(evaluating.storage, "tiny").trials)
+    assert f"The best trial is not evaluated in detail: {text}" in caplog.messages

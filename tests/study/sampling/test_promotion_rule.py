@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -167,22 +166,17 @@ def test_the_measured_cost_of_a_trial(
 
 
 DIRECTIONS = ("maximize", "minimize")
-RATE = optuna.distributions.FloatDistribution(0.0001, 0.9)
 VALUES = [(0.1, 1.0), (0.3, 2.0), (0.2, 3.0), (0.5, 4.0), (0.4, 5.0), (0.9, 7.0), (0.8, 9.0)]
 """The first front: 0, 1, 3 and 5; the second: 2, 4 and 6."""
 
 
 def trial_of(
-    number: int, values: tuple[float, float], rate: float = 0.1, resumed_at: float = 0.0, **constraints: float
+    number: int, values: tuple[float, float], resumed_at: float = 0.0, **constraints: float
 ) -> FrozenTrial:
     """A trial with these values at the rung 0.1; it has continued if `resumed_at` is 0.1."""
     rungs = {"0.1": {"values": list(values), "constraints": constraints}}
-    trial = create_trial(
-        state=TrialState.RUNNING,
-        params={"learning_rate": rate},
-        distributions={"learning_rate": RATE},
-        user_attrs={"rungs": rungs, "paused_at": 0.1, "resumed_at": resumed_at},
-    )
+    attrs = {"rungs": rungs, "paused_at": 0.1, "resumed_at": resumed_at}
+    trial = create_trial(state=TrialState.RUNNING, user_attrs=attrs)
     trial.number = number
     return trial
 

@@ -115,6 +115,20 @@ def test_an_infeasible_precision_is_drawn_at_most(
     assert 0 < max(tried[broken] for broken in tried.keys() - works) <= most
 
 
+@pytest.mark.parametrize("name", ["tpe", "nsga2"])
+def test_a_choice_with_three_failures_by_bad_luck_comes_back(name: str) -> None:
+    num_seen = 0
+
+    def script(params: dict[str, Any]) -> Any:
+        nonlocal num_seen
+        num_seen += params["fp_precision"] == "fp16"
+        unlucky = params["fp_precision"] == "fp16" and num_seen <= MIN_INFEASIBLE_TRIALS
+        return "nonfinite" if unlucky else best_at_1e_4(params)
+
+    ScriptedStudy(config_of(name), script).run(90)
+    assert num_seen > MIN_INFEASIBLE_TRIALS
+
+
 @pytest.mark.parametrize("name", LEARNING)
 def test_samplers_do_not_see_invalid_trials(name: str) -> None:
     """A fault of the model, the data or a metric teaches nothing."""
@@ -131,8 +145,7 @@ def test_samplers_do_not_see_invalid_trials(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "memory", "expected"),
-    [(20, 80, True), (20, 20, False), (20, None, False), (None, 80, False)],
+    ("limit", "memory", "expected"), [(20, 80, True), (20, 20, False), (20, None, False), (None, 80, False)]
 )
 def test_a_failure_with_less_memory_is_not_avoided(
     limit: int | None, memory: int | None, expected: bool

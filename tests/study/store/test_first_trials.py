@@ -1,8 +1,9 @@
+"""The first trials of a study: configurations of the file, earlier trials, a portfolio, points of a grid."""
+
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from support.worker_process import (
 from hpo.compare.comparison_study import comparison_study
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.errors import StudyFileError
 from hpo.study.reading.reader import read_study
 from hpo.study.sampling.points import Point, grid_points, point_key, unused_points
 from hpo.study.store import studies
@@ -90,18 +90,6 @@ def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
-    [("twice", "There is no study `twice` in "), ("two", "must have one objective, but `two` has several")],
-)
-def test_an_unusable_earlier_study_is_refused(storage: Storage, name: str, problem: str) -> None:
-    two = [{"metric": "score"}, {"metric": "train_tokens_per_second"}]
-    create_or_resume_study(storage, study(1, name="two", objective=two, pruner={"name": "none"}))
-    with pytest.raises(StudyFileError, match=f"first.study: {problem}"):
-        create_or_resume_study(storage, study(2, first={"study": name}))
-    assert not storage.has_study("tiny")
-
-
-@pytest.mark.parametrize(
     ("n_trials", "first", "rates"),
     [
         (1, [{"learning_rate": 1e-4, "batch_size": 32}], [1e-4]),
@@ -134,18 +122,12 @@ PLAN = plan_of(2)
 COMPARISON = comparison_study(study(1), PLAN, has_test=False).with_values(name="tiny")
 
 
-def points_of(config: Any) -> Sequence[Point]:
-    return grid_points(config.search_space, 1) if config is GRID else PLAN.points()
-
-
-@pytest.fixture(params=[GRID, COMPARISON], ids=["grid", "comparison"])
-def config(request: pytest.FixtureRequest) -> Any:
-    """A study of four points."""
-    return request.param
-
-
-def test_parallel_workers_get_different_points(storage: Storage, config: Any) -> None:
-    points = points_of(config)
+@pytest.mark.parametrize(
+    ("config", "points"),
+    [(GRID, grid_points(GRID.search_space, 1)), (COMPARISON, PLAN.points())],
+    ids=["grid", "comparison"],
+)
+def test_parallel_workers_get_different_points(storage: Storage, config: Any, points: list[Point]) -> None:
     with open_storage(storage.url) as other:
         workers = [worker_on(one, config, read_points=lambda: points) for one in (storage, other)]
         with workers[0], workers[1]:
@@ -160,11 +142,3 @@ def test_points_are_used_again_after_the_last() -> None:
     assert unused_points(points, {keys[0]: 1, keys[2]: 1}) == points[1:2]
     assert unused_points(points, dict.fromkeys(keys, 2)) == points
     assert unused_points([], {}) == []
-
-
-def test_the_points_of_a_grid_are_its_shuffled_combinations() -> None:
-    points = grid_points(GRID.search_space, 1)
-    assert {str(sorted(point.items())) for point in points} == {
-        str([("batch_size", size), ("pooling", pooling)]) for size in (8, 16) for pooling in ("cls", "mean")
-    }
-    assert any(points != grid_points(GRID.search_space, seed) for seed in range(2, 9))

@@ -1,4 +1,4 @@
-"""Trials of another program in a study of hpo are ignored. Optuna's private interface is unchanged."""
+"""Another program adds trials to a study of hpo. The trials of hpo ignore them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import optuna
 import pytest
-import sqlalchemy as sa
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
@@ -17,9 +16,8 @@ from support.worker_process import begin, result, run_trials, study, worker_on
 from hpo.config.search_space import suggest
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
-from hpo.study.store import optuna_internals
 from hpo.study.store.lifecycle import has_complete
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
 NAME = "learning_rate"
@@ -172,47 +170,3 @@ def test_waiting_trial_with_wrong_values_is_refused(
     refused, other = read_study(storage, "tiny").trials
     assert (refused.outcome, other.outcome) == ("failed", "complete")
     assert why in refused.reason
-
-
-VERSIONS = ("5.0.0",)
-"""Versions whose source was compared with `optuna_internals`, and that passed these tests."""
-
-
-def test_version_was_checked() -> None:
-    assert optuna.__version__ in VERSIONS
-
-
-@pytest.mark.parametrize("is_enqueued", [False, True])
-def test_trial_equals_one_of_optuna(storage_url: str, is_enqueued: bool) -> None:
-    with open_storage(storage_url) as storage:
-        study = optuna.create_study(study_name="s", storage=storage.optuna._backend)
-        study_id = optuna_internals.study_id_of(study)
-        study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
-        study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
-        attributes: dict[str, Any] = {"fixed_params": {"x": 0.5}, "user_attrs": {"retry_of": 3}}
-        study.ask()
-        with storage.engine.begin() as connection:
-            if is_enqueued:
-                second = optuna_internals.trial_id_of(study.trials[1])
-                assert optuna_internals.start_trial(connection, second)
-                assert not optuna_internals.start_trial(connection, second)
-            else:
-                assert optuna_internals.make_trial(connection, study_id, **attributes) == 2
-        optunas, ours = study.trials[0], study.trials[1 if is_enqueued else 2]
-        assert ours.state == optunas.state == TrialState.RUNNING
-        assert (ours.datetime_start - optunas.datetime_start).total_seconds() < 60
-        assert (ours.system_attrs, ours.user_attrs) == (optunas.system_attrs, optunas.user_attrs)
-        rows = []
-        with storage.engine.connect() as connection:
-            for trial in (optunas, ours):
-                table, trial_id = optuna_internals.trials, optuna_internals.trial_id_of(trial)
-                row = connection.execute(sa.select(table).where(table.c.trial_id == trial_id)).one()
-                rows.append({**row._mapping, "trial_id": 0, "number": 0, "datetime_start": None})
-        assert rows[0] == rows[1]
-        study.tell(ours.number, 1.0)
-        assert study.trials[ours.number].value == 1.0
-
-
-def test_revision_of_the_tables(sqlite_url: str) -> None:
-    with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
-        assert optuna_internals.revision(connection) == optuna_internals.REVISION

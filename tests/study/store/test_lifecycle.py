@@ -33,12 +33,7 @@ from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.store import schema
 from hpo.study.store.copy import OF_STUDY, OF_TRIAL, OURS, copy_study
-from hpo.study.store.lifecycle import (
-    delete_study,
-    read_state,
-    set_state,
-    wait_for_workers,
-)
+from hpo.study.store.lifecycle import delete_study, read_state, set_state, wait_for_workers
 from hpo.study.store.optuna_internals import studies, tables, trials
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study

@@ -121,10 +121,7 @@ def test_sqlite_database_has_one_host(storage_url: str) -> None:
         change(storage, host="node2", machine=f"{host}/of-another-boot/pid:[1]", state="live")
         other = worker_on(storage, study(2))
         if storage_url.startswith("sqlite"):
-            with (
-                pytest.raises(StorageError, match="one host at a time, but workers on node2 have"),
-                other,
-            ):
+            with pytest.raises(StorageError, match="one host at a time, but workers on node2 have"), other:
                 pass
         else:
             with other:

@@ -19,7 +19,7 @@ from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.store.copy import copy_study
-from hpo.study.store.lifecycle import checkpoints_folder, delete_study, set_state
+from hpo.study.store.lifecycle import delete_study, set_state
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import bind_data, check_data, create_or_resume_study
@@ -70,16 +70,6 @@ def test_n_trials_can_be_raised_and_lowered(storage: Storage) -> None:
     run_trials(storage, study(1), result("complete"))
     assert storage.is_finished("tiny")
     assert len(read_study(storage, "tiny").trials) == 3
-
-
-def test_unknown_study_names_the_nearest(storage: Storage, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="It holds no study"):
-        read_study(storage, "tini")
-    create_or_resume_study(storage, study(2))
-    with pytest.raises(StorageError, match=r"no study `tini` in .*Did you mean `tiny`"):
-        read_study(storage, "tini")
-    with pytest.raises(StorageError, match="must be letters, digits"):
-        checkpoints_folder(storage, "../tiny", tmp_path)
 
 
 def test_outcome_becomes_optuna_state(storage: Storage) -> None:
