@@ -43,6 +43,15 @@ _OTHER_NAME = re.compile(
 )
 """Names of other settings, such as those of a tokenizer."""
 
+Status = Literal["running", "waiting", "finished", "stopped", "failed"]
+MAX_NAME, MAX_TEXT = 200, 5000
+"""MLflow's limits are 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
+_DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
+"""Names of facts about the device. All others begin with `device.`."""
+_MAY_BE_EMPTY = re.compile(r"best\..*|.*_(?:reason|observed|agrees|effective|support)")
+"""Facts that may disappear from a run. In a tracker, an empty text then replaces their former values."""
+NOTE = "hpo.json"
+
 
 def is_secret(name: str) -> bool:
     """Return True if a setting of this name may hold a password or a token."""
@@ -107,15 +116,6 @@ def _flat(content: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             flat[f"{above}{name}"] = value
     return flat
-
-
-Status = Literal["running", "waiting", "finished", "stopped", "failed"]
-MAX_NAME, MAX_TEXT = 200, 5000
-"""MLflow's limits are 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
-_DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
-"""Names of facts about the device. All others begin with `device.`."""
-_MAY_BE_EMPTY = re.compile(r"best\..*|.*_(?:reason|observed|agrees|effective|support)")
-"""Facts that may disappear from a run. In a tracker, an empty text then replaces their former values."""
 
 
 @dataclass(frozen=True)
@@ -325,9 +325,6 @@ def _text(value: Any) -> str:
 @lru_cache(10_000)  # the trials of a study share most of their texts
 def _sendable(text: str) -> str:
     return shorten(without_secrets(printable(text.encode(errors="replace").decode())), MAX_TEXT)
-
-
-NOTE = "hpo.json"
 
 
 def is_noted(folder: Path, run: Run) -> bool:

@@ -41,6 +41,11 @@ _EXPONENTS = 7
 
 Encoded = dict[str, Tensor]  # `codes` of a moment, and for int8 the `scales` of its blocks
 
+CHUNK_ELEMENTS = 2**24
+"""Weights in fp32 at a time. 16.8 M weights are 64 MiB, and as much for gradients."""
+DECODED_ELEMENTS = 2**22
+"""The same limit for encoded moments. Decoded moments take twice as much."""
+
 
 def is_encoded(weight: Tensor, kind: str) -> bool:
     """Return whether the moments of a weight have the format `kind`, not fp32."""
@@ -111,12 +116,6 @@ def dynamic_fractions(*, signed: bool) -> list[float]:
         middles = ((ends[1:] + ends[:-1]) / 2 * 10.0 ** (exponent - _EXPONENTS + 1)).tolist()
         values += middles + ([-value for value in middles] if signed else [])
     return sorted(values)
-
-
-CHUNK_ELEMENTS = 2**24
-"""Weights in fp32 at a time. 16.8 M weights are 64 MiB, and as much for gradients."""
-DECODED_ELEMENTS = 2**22
-"""The same limit for encoded moments. Decoded moments take twice as much."""
 
 
 class Float32Optimizer(Optimizer):

@@ -24,6 +24,13 @@ from hpo import extensions
 from hpo.models.multitask import MultitaskModel, parameter_depths
 from hpo.training.float32_optimizer import Float32Optimizer, start_momentum, state_facts
 
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda remaining: remaining,
+    "cosine": lambda remaining: 0.5 * (1.0 - math.cos(math.pi * remaining)),
+    "constant": lambda _: 1.0,
+}
+"""Factors after warm-up, by the remaining share of the budget after it."""
+
 
 def parameter_groups(
     model: MultitaskModel,
@@ -187,14 +194,6 @@ def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
     # Faster than get_total_norm: its kernel converts without the processor's vectors.
     flat = (gradient.reshape(-1).float() for gradient in gradients)
     return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()
-
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "linear": lambda remaining: remaining,
-    "cosine": lambda remaining: 0.5 * (1.0 - math.cos(math.pi * remaining)),
-    "constant": lambda _: 1.0,
-}
-"""Factors after warm-up, by the remaining share of the budget after it."""
 
 
 def own_schedule(name: str, option: Mapping[str, Any]) -> Callable[[float], float] | None:

@@ -54,6 +54,22 @@ code=$?
 [ ! -f "$HPO_SLURM_REQUESTS" ] || sh "$HPO_SLURM_REQUESTS"
 exit $code"""
 
+COMMAND_SECONDS = 60
+"""Time limit of a Slurm command. Without its server, a command retries for minutes."""
+# Slurm before 23.02 does not set the variable. `date` fails for a job without an end.
+_END_OF_JOB = (
+    f'[ -n "${SLURM_END}" ] || {{ end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && '
+    f'[ -n "$end" ] && export {SLURM_END}="$(date +%s --date="$end" 2>/dev/null)"; }}'
+)
+SIGNAL_LEAD = 120
+"""Seconds between the warning and the time limit of a job; `--sbatch signal=B:USR1@S` changes it."""
+_NO_REQUEUE = "no-requeue"
+_NO_REQUEUE_SET = "HPO_NO_REQUEUE"  # set in jobs without a requeue
+_ARRAY = "HPO_SLURM_ARRAY"
+"""The job's array, if all its workers are in one study. Other scripts may mix studies in an array."""
+_OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -110,25 +126,6 @@ def _outermost(paths: Sequence[Path]) -> list[str]:
     if wrong := [path for path in unique if set(str(path)) & {",", ":"}]:
         raise InputError(f"The path of a mounted folder must have no `,` or `:`, but got {wrong[0]}.")
     return [str(path) for path in unique if not unique.keys() & {*path.parents}]
-
-
-COMMAND_SECONDS = 60
-"""Time limit of a Slurm command. Without its server, a command retries for minutes."""
-
-# Slurm before 23.02 does not set the variable. `date` fails for a job without an end.
-_END_OF_JOB = (
-    f'[ -n "${SLURM_END}" ] || {{ end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && '
-    f'[ -n "$end" ] && export {SLURM_END}="$(date +%s --date="$end" 2>/dev/null)"; }}'
-)
-SIGNAL_LEAD = 120
-"""Seconds between the warning and the time limit of a job; `--sbatch signal=B:USR1@S` changes it."""
-_NO_REQUEUE = "no-requeue"
-_NO_REQUEUE_SET = "HPO_NO_REQUEUE"  # set in jobs without a requeue
-_ARRAY = "HPO_SLURM_ARRAY"
-"""The job's array, if all its workers are in one study. Other scripts may mix studies in an array."""
-_OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,9 @@ _logger = logging.getLogger(__name__)
 
 Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed"]
 
+TIMES_SLOWEST = 20
+_POLL_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -222,10 +225,6 @@ def parse_time(text: str) -> float:
     if end <= now:
         raise InputError(f"--until must lie ahead, but got {text}, and it is {now:%Y-%m-%dT%H:%M} here.")
     return end.timestamp()
-
-
-TIMES_SLOWEST = 20
-_POLL_SECONDS = 1.0
 
 
 class Pace:
