@@ -124,8 +124,7 @@ class Point:
 
     step: int
     time: float  # seconds since 1970: start of the trial plus its training time
-    metrics: Mapping[str, float]
-    """Values by `task/metric`. The last metric is the `marker` of the run."""
+    metrics: Mapping[str, float]  # values by `task/metric`; the last metric is the `marker` of the run
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,14 @@ class Run:
 
     key: str  # token of the study, and number of the trial or `study`
     name: str
-    status: Status
-    """`waiting`: paused or preempted. `stopped`: by the pruner, a limit or a person."""
+    status: Status  # `waiting`: paused or preempted; `stopped`: by the pruner, a limit or a person
     started: float  # seconds since 1970, like `ended`
     ended: float | None
     params: Mapping[str, str | float]  # settings that cannot change, searched and fixed
     facts: Mapping[str, str]  # tags of the study, changeable settings, outcome, device and precisions
     points: Sequence[Point]
     results: Mapping[str, float]  # final values by `trial/NAME`; empty while the trial runs
-    study: Run | None = None
-    """Run of the trial's study. None: this is a study."""
+    study: Run | None = None  # run of the trial's study; None: this is a study
 
     @property
     def marker(self) -> str:

@@ -41,10 +41,8 @@ _EXPONENTS = 7
 
 Encoded = dict[str, Tensor]  # `codes` of a moment, and for int8 the `scales` of its blocks
 
-CHUNK_ELEMENTS = 2**24
-"""Weights in fp32 at a time. 16.8 M weights are 64 MiB, and as much for gradients."""
-DECODED_ELEMENTS = 2**22
-"""The same limit for encoded moments. Decoded moments take twice as much."""
+CHUNK_ELEMENTS = 2**24  # weights in fp32 at a time; 16.8 M weights are 64 MiB, and as much for gradients
+DECODED_ELEMENTS = 2**22  # the same limit for encoded moments; decoded moments take twice as much
 
 
 def is_encoded(weight: Tensor, kind: str) -> bool:
@@ -151,8 +149,7 @@ class Float32Optimizer(Optimizer):
             if is_encoded(weight, kind) and id(weight) not in in_fp32
         }
         """Encoded moments by parameter number; empty before the first step."""
-        self.num_encoded = 0
-        """Number of encodings so far: the seed of stochastic rounding."""
+        self.num_encoded = 0  # number of encodings so far: the seed of stochastic rounding
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

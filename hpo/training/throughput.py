@@ -54,8 +54,7 @@ class EnergyMeter:
     def __init__(self, device: DeviceInfo, counter: EnergyCounter | None) -> None:
         self._device = device
         self._counter = counter
-        self._began: tuple[float, float] | None = None
-        """Seconds and joules at the beginning of the stretch."""
+        self._began: tuple[float, float] | None = None  # seconds and joules at the beginning of the stretch
         self._stretch_examples = 0.0
         self._joules, self._examples = 0.0, 0.0
 

@@ -54,8 +54,7 @@ code=$?
 [ ! -f "$HPO_SLURM_REQUESTS" ] || sh "$HPO_SLURM_REQUESTS"
 exit $code"""
 
-COMMAND_SECONDS = 60
-"""Time limit of a Slurm command. Without its server, a command retries for minutes."""
+COMMAND_SECONDS = 60  # time limit of a Slurm command; without its server, a command retries for minutes
 # Slurm before 23.02 does not set the variable. `date` fails for a job without an end.
 _END_OF_JOB = (
     f'[ -n "${SLURM_END}" ] || {{ end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && '
@@ -76,8 +75,7 @@ class Launch:
     """The part of a job script without a study."""
 
     setup: bytes | None = None  # text of a bash script to source first
-    python: str | None = None
-    """Python interpreter. None: this process's own, or `python3` of the container."""
+    python: str | None = None  # Python interpreter; None: this process's own, or `python3` of the container
     apptainer: str | None = None  # container image for `apptainer exec`
     pyxis: str | None = None  # container image for `srun --container-image`
     mount: Sequence[str] = ()  # additional files and folders for the container
@@ -139,10 +137,8 @@ class WorkerArray:
     sbatch: Mapping[str, str | bool] = field(default_factory=dict)
     """Additional sbatch options without dashes; True for an option without a value."""
     trust_remote_code: bool = False
-    code: Sequence[Code] = ()
-    """Code of the study. The jobs get a copy of each file."""
-    allow: str | None = None
-    """HPO_ALLOW of the jobs. None: sbatch passes on the current value."""
+    code: Sequence[Code] = ()  # code of the study; the jobs get a copy of each file
+    allow: str | None = None  # HPO_ALLOW of the jobs; None: sbatch passes on the current value
     launch: Launch = field(default_factory=Launch)
 
     @property

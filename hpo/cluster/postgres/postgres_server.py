@@ -43,8 +43,7 @@ from hpo.study.store.database import URL_FROM_FILE, storage_url
 _INSTALLED_IN = ("lib/postgresql/*/bin", "pgsql-*/bin")  # folders under /usr on Debian and on Red Hat
 
 ROLE = DATABASE = "hpo"
-START_SECONDS = 600
-"""Time limit of a start. After a crash the server first replays its log."""
+START_SECONDS = 600  # time limit of a start; after a crash the server first replays its log
 OTHER_SECONDS = 60.0  # time limit for the answer of a server that another process has started
 STOP_SECONDS = 120
 _SETTINGS = """

@@ -44,8 +44,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 SLURM_END = "SLURM_JOB_END_TIME"
 
-_LONGEST_WAIT = 60.0
-"""Seconds between two readings of the clock. Somebody may set it meanwhile."""
+_LONGEST_WAIT = 60.0  # seconds between two readings of the clock; somebody may set it meanwhile
 
 _logger = logging.getLogger(__name__)
 
@@ -88,8 +87,7 @@ class Stop(threading.Event):
         super().__init__()
         self.until = until
         self.reason = ""
-        self.signal: signal.Signals | None = None
-        """The signal; None: the time, or the parent process."""
+        self.signal: signal.Signals | None = None  # the signal; None: the time, or the parent process
         self.deadline = time.monotonic() + (timeout or math.inf)
         """No trial begins after this, by the monotonic clock."""
         self.can_checkpoint = False

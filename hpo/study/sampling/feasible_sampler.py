@@ -59,12 +59,10 @@ class Failures:
 
     def __init__(self) -> None:
         self._failures: Counter[_Failure] = Counter()
-        self.completed: set[Choice] = set()
-        """Choices of COMPLETE trials."""
+        self.completed: set[Choice] = set()  # choices of COMPLETE trials
         self._reached: dict[Choice, float] = {}
         self.num_trials = 0
-        self.num_tried: Counter[Choice] = Counter()
-        """Number of ended trials with each choice."""
+        self.num_tried: Counter[Choice] = Counter()  # number of ended trials with each choice
 
     def add_ended(self, trial: FrozenTrial) -> None:
         """Add an ended trial. A FAILed trial does not count."""
