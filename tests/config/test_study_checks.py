@@ -89,6 +89,7 @@ def test_trial_is_checked_too(tmp_path: Path, params: dict[str, Any], message: s
         ),
         ({"search_space": {"sampling_weight": WEIGHT}}, "Did you mean `sampling_weight.<source>`?"),
         ({"data": {"source": "synthetic"}, "training": {"sampling_weight.a": 2}}, "there is no such source"),
+        ({"data": {"source": "synthetic"}, "training": {"sampling_temperature": 2}}, "needs `data.sources`"),
     ],
 )
 def test_sampling_must_fit_sources(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
