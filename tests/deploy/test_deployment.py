@@ -110,11 +110,10 @@ def test_fastest_as_good_form_is_confirmed_on_test(
     result = deployed(executor, sound, tmp_path / "sound", ONNX_FP32, ONNX_INT8)
     assert result.best.artifact == ONNX_INT8
     assert (result.test.judged.verdict, result.test.judged.drop.value) == ("as_good", 0.0)
-    assert result.test.num_examples == 320
     # The ruined model knows one of two classes. Validation has two rows of the other, so test shows it.
-    splits = executor.dataset.splits
     notes = []
     for number, word in enumerate((" good ", " bad ")):
+        splits = executor.dataset.splits
         rows = sorted(splits["validation"], key=lambda one: word not in one.text)[:22]
         data = replace(executor.dataset, splits={**splits, "validation": rows}, fingerprint=f"class {number}")
         target = DeployTarget(CPU, tmp_path / str(number), tmp_path / "tokens")
@@ -125,7 +124,6 @@ def test_fastest_as_good_form_is_confirmed_on_test(
     assert notes == [f"{ONNX_INT8} was chosen, but it is worse on test, so fp32 is deployed."]
     untested = deployed(executor, sound, tmp_path / "untested", ONNX_FP32, has_test=False)
     assert (untested.best.artifact, untested.test) == (ONNX_FP32, None)
-    assert untested.notes[-1].startswith("No test split has labels")
 
 
 def test_loaded_form_predicts_the_scored_labels(mood: Mood, ruined: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from support.tiny_onnx import probabilities, random_batch
 from torch import nn
 
 import hpo
-from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.deploy.onnx_int8 import quantize
 from hpo.errors import ModelError
 
@@ -57,21 +55,6 @@ def test_linear_weights_have_seven_bits_and_a_scale_per_output(source: Path, qua
     assert {int(np.abs(array.astype(int)).max()) for array in signed} <= {63, 64}
     scales = [one for name, one in arrays.items() if name.endswith("_scale") and one.ndim == 1]
     assert sorted(one.size for one in scales) == sorted(shape[1] for shape in linear)
-
-
-def test_export_and_quantisation_print_nothing(
-    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    model = hpo.load(source.parent / "torch", device="cpu")
-    quantize(export_onnx(model, tmp_path / "onnx"), tmp_path / "int8")
-    assert not any(Path().iterdir())
-    assert (root.handlers, root.filters) == ([], [])
-    assert capfd.readouterr() == ("", "")
-    assert model(*random_batch((3,))).logits["single"].requires_grad, "the model is unchanged"
 
 
 def test_unfit_sources_and_folders_are_refused(source: Path, quantised: Path, tmp_path: Path) -> None:

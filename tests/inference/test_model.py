@@ -18,7 +18,7 @@ import hpo
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.config.trial_config import build_trial_config
-from hpo.errors import DataError, InputError, ModelError, RunError
+from hpo.errors import DataError, RunError
 from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
 from hpo.tasks.example import Example
@@ -149,21 +149,6 @@ def test_precision_is_the_trial_s_where_it_is_native(
         assert hpo.load(folder).precision == "fp32"
     assert "The model runs in fp32 here." in caplog.text
     assert hpo.load(folder, precision="bf16").precision == "bf16", "emulated on request"
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"precision": "fp64"}, InputError, "there is no 'fp64'. Did you mean `fp16`"),
-        ({"precision": "fp8"}, ModelError, "`fp8` needs CUDA"),
-        ({"device": "tpu"}, InputError, "device must be auto, cpu, cuda or cuda:N, but got 'tpu'"),
-    ],
-)
-def test_unavailable_devices_and_precisions_are_refused(
-    exported: Exported, options: dict[str, str], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        hpo.load(exported.folder, **{"device": "cpu", **options})
 
 
 def test_texts_that_cannot_be_read(

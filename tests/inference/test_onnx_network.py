@@ -74,21 +74,3 @@ def test_missing_packages(folder: Path, model: TrainedModel, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ModelError, match=r"needs onnxscript, .*make install EXTRAS=onnx`"):
         export_onnx(model, folder / "other")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"format": 2}, r"must have the format .* but it has 2 \(onnx\)"),
-        ({"onnx": {"precision": "fp32", "colour": "red"}}, "must be a whole folder written by"),
-        ({"checksums": {}}, r"copy"),  # of a torn graph
-    ],
-)
-def test_other_metadata_is_refused(
-    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    copy = copied(folder, tmp_path, **changes)
-    if "checksums" in changes:
-        (copy / "model.onnx").write_bytes((copy / "model.onnx").read_bytes()[:1000])
-    with pytest.raises(ModelError, match=message):
-        hpo.load(copy)

@@ -15,7 +15,7 @@ from support.tiny_encoders import KIND_TASKS, make_model
 from hpo.data.examples import RowChecker
 from hpo.errors import DataError, InputError
 from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
-from hpo.inference.predict_file import check_output, predicted_row, read_examples, write_predictions
+from hpo.inference.predict_file import predicted_row, read_examples, write_predictions
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings
 from hpo.tasks.example import Example
@@ -107,17 +107,6 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, error: BaseException, r
     with raised:
         write_predictions(path, [fail()], KIND_TASKS)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.csv", "old")]
-
-
-def test_unwritable_outputs_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "folder.csv").mkdir()
-    for path, message in [
-        (tmp_path / "out.xlsx", r"must end in \.jsonl, \.csv, \.parquet"),
-        (tmp_path / "nowhere" / "out.csv", "nowhere is no folder that may be written"),
-        (tmp_path / "folder.csv", "folder.csv is a folder"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            check_output(path)
 
 
 def test_read_lines_of_text(tmp_path: Path) -> None:

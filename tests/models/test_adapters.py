@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from transformers import AutoModel
 import hpo
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
-from hpo.errors import InputError, ModelError, RunError
+from hpo.errors import ModelError, RunError
 from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
 from hpo.trial.best_model import export_checkpoint
 from hpo.trial.executor import Executor
 from hpo.trial.parts import build_trial
 from hpo.trial.telemetry import StoredTrial
-from hpo.versions import install_hint
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
 BASES = ["fp32", "bf16", "int8", "nf4"]
@@ -197,14 +195,3 @@ def test_searched_adapter_is_merged_by_the_command(tmp_path: Path) -> None:
     assert (refused.exit_code, "give --export DIR, too" in refused.err) == (2, True)
     ok(hpo_command(tmp_path, "best", path.name, "--export", "merged", "--merge"))
     assert hpo.load(tmp_path / "merged").predict(TEXTS)
-
-
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = executor_of(tmp_path, base_precision="nf4")
-    executor.resolved = replace(executor.resolved, device=replace(CPU, has_bitsandbytes=False))
-    result = run_trial(executor, tmp_path / "trial")
-    reason = f"`base_precision: nf4` needs the package bitsandbytes. {install_hint('adapters')}"
-    assert (result.outcome, result.reason) == (Outcome.UNSUPPORTED, reason)
-    monkeypatch.setattr("hpo.models.adapters.find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"an adapter needs the package peft. To install it, run `make"):
-        executor_of(tmp_path).check_study()

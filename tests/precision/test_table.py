@@ -107,19 +107,17 @@ def test_support_by_device(device: DeviceInfo, levels: str) -> None:
         ("fp16", OLD_CPU, "`fp16` needs a CPU with AVX512-FP16, which this Test CPU lacks."),
         ("tf32", OLD_CPU, "`tf32` needs CUDA with compute capability >= 8.0, but this is a CPU (Test CPU)."),
         ("fp16", amd_gpu("gfx1030"), "`fp16` needs an AMD GPU with matrix instructions for it, and gfx1030"),
-        ("fp8", amd_gpu("gfx942"), "`fp8` is not supported on AMD GPUs: nobody has checked it on one."),
         ("fp8", replace(H200, has_torchao=False), "`fp8` needs the package torchao."),
     ],
-)  # fmt: skip
+)
 def test_reason_for_missing_support(name: str, device: DeviceInfo, reason: str) -> None:
     assert left_out([name], device, AmpConfig())[name].startswith(reason)
     for policy, end in (("prune", Unsupported), ("skip", Unsupported), ("fail", Failed)):
         with pytest.raises(end) as raised:
             resolve(name, device, AmpConfig.model_validate({"on_unsupported": policy}))
         assert str(raised.value).startswith(reason)
-        assert ("amp.allow_emulated: true" in str(raised.value)) == (
-            support(name, device).level == "emulated"
-        )
+        is_emulated = support(name, device).level == "emulated"
+        assert ("amp.allow_emulated: true" in str(raised.value)) == is_emulated
 
 
 @pytest.mark.parametrize(

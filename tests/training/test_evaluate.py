@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.tiny import CPU, EMULATED
 from support.tiny_loop import config_of, loop_parts
+from torch import Tensor
 
 from hpo.data.batches import collate, evaluation_batches
 from hpo.models.multitask import MultitaskModel
@@ -31,6 +32,11 @@ def test_evaluation_uses_current_weights(executor: Executor, config: AmpConfig) 
         batches = evaluation_batches(data.validation.lengths_W, 4096)
         return predict_logits(some, data.validation, batches, mixed_precision, pad_id=0)
 
+    def gradients_of(some: MultitaskModel) -> list[Tensor]:
+        learner, state = Learner(some.train(), loss_fn, mixed_precision), TrainState(micro_batch_size=4)
+        accumulate_gradients(learner, collate(data.validation, np.arange(4), executor.tasks, 0), 0, state)
+        return [weight.grad for weight in some.parameters() if weight.grad is not None]
+
     before = logits_of(model)
     with torch.no_grad():
         for weight in model.parameters():
@@ -39,11 +45,5 @@ def test_evaluation_uses_current_weights(executor: Executor, config: AmpConfig) 
     for name in after:
         assert not np.array_equal(before[name], after[name])
         assert np.array_equal(after[name], fresh[name])
-    batch = collate(data.validation, np.arange(4), executor.tasks, 0)
-    gradients = []
-    for some in (model, deepcopy(model)):
-        state = TrainState(micro_batch_size=4)
-        accumulate_gradients(Learner(some.train(), loss_fn, mixed_precision), batch, 0, state)
-        gradients.append([weight.grad for weight in some.parameters() if weight.grad is not None])
-    assert gradients[0]
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    other = gradients_of(deepcopy(model))
+    assert all(map(torch.equal, gradients_of(model), other))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from support.tiny_loop import parameter_group
@@ -79,18 +77,6 @@ def test_nearest_fraction(signed: bool) -> None:
     distances = (numbers.double()[:, None] - table).abs()
     chosen = distances.gather(1, nearest(numbers, signed=signed).long()[:, None]).squeeze(1)
     assert torch.allclose(chosen, distances.amin(dim=1), rtol=0, atol=1e-9)
-
-
-@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-@pytest.mark.filterwarnings("ignore")
-def test_codes_equal_torchao() -> None:
-    from torchao.optim.quant_utils import create_dynamic_map, quantize_8bit_with_qmap, scale_tensor
-
-    for signed in (True, False):
-        assert dynamic_fractions(signed=signed) == create_dynamic_map(signed, 7, 8)
-    scaled, _ = scale_tensor(moments(), 256)
-    theirs = quantize_8bit_with_qmap(scaled, torch.tensor(create_dynamic_map(True, 7, 8)))
-    assert torch.equal(encode(moments(), "exp_avg", "int8", 1)["codes"].view(SHAPE), theirs)
 
 
 def run(kind: str, name: str = "adamw", shape: tuple[int, int] = SHAPE) -> tuple[Tensor, Tensor, Optimizer]:

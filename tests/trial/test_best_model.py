@@ -12,19 +12,14 @@ import torch
 from support.tiny import tiny_executor
 
 from hpo.errors import OutOfMemory, RunError
-from hpo.models.hub import MINILM_HUB_ID
 from hpo.training.checkpoint import STATE
 from hpo.trial.best_model import encoder_facts, export_checkpoint, split_predictions, with_scores
 from hpo.trial.telemetry import StoredTrial
 
 
 def test_encoder_facts_have_no_path(tmp_path: Path) -> None:
-    folder = tmp_path / "private" / "our-bert"
-    folder.mkdir(parents=True)
+    (folder := tmp_path / "private" / "our-bert").mkdir(parents=True)
     assert encoder_facts(str(folder), None) == {"name": "our-bert", "hub_id": None, "revision": None}
-    minilm = {"name": MINILM_HUB_ID, "hub_id": MINILM_HUB_ID, "revision": None}
-    assert encoder_facts("minilm", None) == minilm
-    assert encoder_facts({"model_type": "bert"}, None)["name"] == "a fresh bert"
 
 
 @pytest.mark.parametrize("error", [None, OutOfMemory("one example does not fit.")], ids=["nonfinite", "oom"])

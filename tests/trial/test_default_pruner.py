@@ -10,9 +10,7 @@ import yaml
 from support.tiny import CPU, tiny_executor, write_study
 
 from hpo.config.study_config import StudyConfig, load_study
-from hpo.errors import Paused
 from hpo.trial.parts import fit_pruner
-from hpo.trial.telemetry import Callbacks
 
 TRAINING = {"batch_size": 8, "max_length": 64, "dropout": 0.0}
 
@@ -40,17 +38,3 @@ def test_pruner_of_the_file_stays(tmp_path: Path, name: str) -> None:
     config, reason = fitted(tmp_path, 1, pruner={"name": name})
     assert config.pruner.name == name
     assert reason.startswith("it is set in the study file")
-
-
-def test_disk_space_of_a_paused_trial(tmp_path: Path) -> None:
-    """Its checkpoints have the weights to continue from, the state of the optimizer and the best weights."""
-
-    def pause(_: Any) -> None:
-        raise Paused("a test")
-
-    training, folder = TRAINING | {"max_steps": 4}, tmp_path / "trial"
-    executor = tiny_executor(tmp_path, CPU, training=training, evaluation={"per_trial": 2})
-    result = executor.run({"learning_rate": 1e-3}, folder, "key", Callbacks(on_evaluation=pause))
-    assert result.outcome == "paused"
-    on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    assert result.telemetry["checkpoint_bytes"] == pytest.approx(on_disk, rel=0.1)

@@ -67,13 +67,6 @@ def test_comparison_leaves_out_parts_without_fp32_weights(tmp_path: Path) -> Non
     assert [*noted["fp32_parts"]["requested"]] == ["heads"]
 
 
-def test_searched_part_reaches_the_trial(tmp_path: Path) -> None:
-    space = {"fp32_parts": {**PARTS, "choices": [[], "auto", ["heads"]]}}
-    executor = tiny_executor(tmp_path, training=TRAINING | {"fp_precision": "bf16"}, search_space=space)
-    result = executor.run({"fp32_parts": '["heads"]'}, None, "")
-    assert result.telemetry["fp32_parts"]["by_part"]["heads"]["observed"] == {"float32": 4}
-
-
 @pytest.mark.parametrize(
     ("training", "space", "message"),
     [

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from hpo.outcome import Outcome, TrialResult
 from hpo.precision.parts import float32_modules
 from hpo.trial.best_model import export_checkpoint, with_scores
 from hpo.trial.compat import Compatibility
-from hpo.trial.diagnosis import _parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
 from hpo.trial.part_search import CheckedSets, FoundParts, find_parts, search
@@ -172,9 +170,3 @@ def test_interrupted_search_continues_from_the_cache(tmp_path: Path) -> None:
     assert len(cache.results) == found.num_checks + 1, "the result is kept too"
     cache.killed_at = len(cache.results)  # nothing may be written any more
     assert find() == found
-
-
-def test_diagnosis_uses_the_found_parts(tmp_path: Path) -> None:
-    telemetry = {"precision": {"effective": "fp16"}, "fp32_parts": {"resolved": [FIRST]}}
-    trial: Any = SimpleNamespace(params={}, telemetry=telemetry)
-    assert [*float32_modules(_parts(executor_of(tmp_path, FIRST), trial).model)] == [FIRST]

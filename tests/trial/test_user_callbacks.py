@@ -104,32 +104,11 @@ def test_callback_ends_the_trial_after_an_evaluation(
     assert weights_of(tmp_path / "trial")
 
 
-DRAWS = """
-import random
-
-import numpy as np
-import torch
-
-import hpo
-
-
-@hpo.callback("draws")
-class Draws:
-    def __init__(self, options):
-        pass
-
-    def on_step(self, state):
-        random.random(), np.random.rand(), torch.rand(3)
-        state.model.eval()
-        assert not (next(state.model.parameters()) * 2).requires_grad
-
-    on_evaluation = on_step
-"""
-
-
 def test_callback_changes_nothing_in_the_trial(tmp_path: Path) -> None:
+    draw = "import random, numpy; random.random(), numpy.random.rand(), torch.rand(3); state.model.eval()"
+    draw += "; assert not (next(state.model.parameters()) * 2).requires_grad"
     results = []
-    for source in (DRAWS, ""):
+    for source in (BROKEN.format(init="pass", step=draw, end="pass"), ""):
         result = run(executor_of(tmp_path, source), folder := tmp_path / f"trial {len(source)}")
         assert str(result.outcome) == "complete", result.reason
         weights = weights_of(folder)
