@@ -118,24 +118,6 @@ def test_options_are_settings(tmp_path: Path) -> None:
         assert stored_one.definition() == definition, "as it is stored, also where its code is not in use"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"training": {"power.exponent": 0}}, r"training\.power\.exponent: must be >= 1, but got `0`"),
-        ({"training": {"loss": "pinbal"}}, r"training\.loss: must be one of auto, .*, but got `pinbal`"),
-        (
-            {"search_space": {"pinball.level": {"type": "float", "low": 0.5, "high": 1}}},
-            r"pinball\.level\.high: must be < 1, but got `1.0`",
-        ),
-        ({"source": EXTENSIONS.replace('"power"', '"mean"')}, "ValueError: there is a pooling `mean`"),
-        ({"source": EXTENSIONS.replace("= 3", "")}, r"own_kind\.py:14: ValidationError: .*exponent"),
-    ],
-)
-def test_wrong_options(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=rf"(?s){message}"):
-        load_study(write_extended(tmp_path, **changes))
-
-
 OPTIMIZER = """
 import torch
 import hpo
