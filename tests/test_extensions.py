@@ -20,7 +20,6 @@ from hpo.config.study_config import load_study, stored_study
 from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.config.trial_settings import setting_of
 from hpo.data.dataset import load_data
-from hpo.errors import InputError
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.training.optim import build_optimizer, own_schedule
 from hpo.trial.best_model import export_checkpoint, split_predictions
@@ -193,23 +192,6 @@ def test_source_of_data(tmp_path: Path) -> None:
     assert data.splits["test"][4].id == "test-5"
     assert load_data(config.data).fingerprint == data.fingerprint
     assert stored_study("tiny", json.loads(json.dumps(config.definition()))).data == config.data
-
-
-@pytest.mark.parametrize(
-    ("changes", "old", "new", "message"),
-    [
-        ({"options": {"size": "many"}}, "", "", r"data\.options\.size: must be a whole number"),
-        ({"source": "post"}, "", "", r"data\.source: must be one of synthetic, .*, but got `post`"),
-        ({"tasks": None}, "", "", r"data\.tasks: must be given for source posts"),
-        ({"source": "jsonl", "path": "rows"}, "", "", r"data\.options: is read with source of your own code"),
-        ({}, '"tone": "no"', '"tone": {1}', r"posts train row 1: must be a value of JSON, but .*set"),
-        ({}, "range(options.size)", "range(0)", r"posts train: the train split must have rows"),
-        ({"options": {"path": "gone"}}, "", "", r"own_kind\.py:15: FileNotFoundError: .*/gone"),
-    ],
-)  # fmt: skip
-def test_wrong_source(tmp_path: Path, changes: dict[str, Any], old: str, new: str, message: str) -> None:
-    with pytest.raises(InputError, match=rf"(?s){message}"):
-        load_data(load_study(write(tmp_path, SOURCE.replace(old, new), data=POSTS | changes)).data)
 
 
 def test_database_cannot_name_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
