@@ -17,12 +17,11 @@ from support.command_line import (
     ok,
     saved_steps,
     start_hpo,
-    start_python,
     stored,
     wait_until,
 )
 from support.jsonl_sets import write_set
-from support.own_code_studies import EXAMPLE, NOTED, TASKS, TRAINING, write
+from support.own_code_studies import EXAMPLE, NOTED, TASKS, write
 from support.readme import README
 from support.tiny import CPU, ENCODER, write_study
 from support.worker_process import study
@@ -113,16 +112,6 @@ def test_a_database_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert runs_of(code) == 3, "here and in each worker"
     with open_storage(url, create=False) as storage:
         assert storage.trial_counts("tiny")["done"] == 2
-
-
-def test_ranks_run_the_code_of_rank_0(tmp_path: Path) -> None:
-    path = write(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 4})
-    ok(hpo_command(tmp_path, "init", path.name))
-    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hpo")
-    ended = finish(start_python(tmp_path, *module, "worker", path.name))
-    assert ended.exit_code == 0, ended.err
-    assert runs_of(tmp_path / "own_kind.py") == 3
-    assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete"]
 
 
 def test_definition_can_be_read_without_its_code(tmp_path: Path) -> None:

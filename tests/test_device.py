@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -290,21 +289,3 @@ def test_out_of_memory(error: BaseException, expected: bool) -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ({"return_value": (2**20, 2**35)}, True),
-        ({"return_value": (2**34, 2**35)}, False),
-        ({"side_effect": RuntimeError("CUDA error: device-side assert triggered")}, False),
-    ],
-    ids=["full", "not full", "failed"],
-)
-def test_missing_handle_of_cublas_on_a_full_gpu(
-    answer: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(**answer))
-    for library in ("CUBLAS", "HIPBLAS"):
-        error = RuntimeError(f"CUDA error: {library}_STATUS_NOT_INITIALIZED when calling `Create(handle)`")
-        assert is_out_of_memory(error) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import stat
@@ -18,8 +17,6 @@ from support.command_line import PYTHON_PATH, finish, hpo_command, ok, start_pyt
 from support.readme import ROOT, STUDIES
 from support.slurm import SlurmCluster
 from support.tiny import ENCODER
-
-from hpo.config.study_file import INSTALLED
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("studies/examples/*/study.yaml"))
@@ -92,16 +89,6 @@ def test_the_slurm_example_submits_two_workers(slurm: SlurmCluster) -> None:
     status = ok(hpo_command(folder, "status", "mine", "--storage", "@runs/postgres/url", "--json")).json
     slurm.run("scancel --name hpo-database")
     assert status["outcomes"] == {"complete": 1}
-
-
-@pytest.mark.parametrize("path", sorted(INSTALLED.rglob("*.py")), ids=lambda path: path.name)
-def test_the_code_of_an_example_needs_no_further_package(path: Path) -> None:
-    """Imports are those of the package's own dependencies."""
-    code = ast.parse(path.read_text())
-    modules = {alias.name for node in ast.walk(code) if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module or "" for node in ast.walk(code) if isinstance(node, ast.ImportFrom)}
-    packages = {name.split(".")[0] for name in modules} - sys.stdlib_module_names
-    assert packages <= {"hpo", "numpy", "optuna", "torch", "transformers"}
 
 
 def masked(line: str) -> str:

@@ -20,7 +20,6 @@ from hpo.config.study_config import load_study, stored_study
 from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.config.trial_settings import setting_of
 from hpo.data.dataset import load_data
-from hpo.errors import InputError
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.training.optim import build_optimizer, own_schedule
 from hpo.trial.best_model import export_checkpoint, split_predictions
@@ -118,24 +117,6 @@ def test_options_are_settings(tmp_path: Path) -> None:
         assert stored_one.definition() == definition, "as it is stored, also where its code is not in use"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"training": {"power.exponent": 0}}, r"training\.power\.exponent: must be >= 1, but got `0`"),
-        ({"training": {"loss": "pinbal"}}, r"training\.loss: must be one of auto, .*, but got `pinbal`"),
-        (
-            {"search_space": {"pinball.level": {"type": "float", "low": 0.5, "high": 1}}},
-            r"pinball\.level\.high: must be < 1, but got `1.0`",
-        ),
-        ({"source": EXTENSIONS.replace('"power"', '"mean"')}, "ValueError: there is a pooling `mean`"),
-        ({"source": EXTENSIONS.replace("= 3", "")}, r"own_kind\.py:14: ValidationError: .*exponent"),
-    ],
-)
-def test_wrong_options(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=rf"(?s){message}"):
-        load_study(write_extended(tmp_path, **changes))
-
-
 OPTIMIZER = """
 import torch
 import hpo
@@ -211,23 +192,6 @@ def test_source_of_data(tmp_path: Path) -> None:
     assert data.splits["test"][4].id == "test-5"
     assert load_data(config.data).fingerprint == data.fingerprint
     assert stored_study("tiny", json.loads(json.dumps(config.definition()))).data == config.data
-
-
-@pytest.mark.parametrize(
-    ("changes", "old", "new", "message"),
-    [
-        ({"options": {"size": "many"}}, "", "", r"data\.options\.size: must be a whole number"),
-        ({"source": "post"}, "", "", r"data\.source: must be one of synthetic, .*, but got `post`"),
-        ({"tasks": None}, "", "", r"data\.tasks: must be given for source posts"),
-        ({"source": "jsonl", "path": "rows"}, "", "", r"data\.options: is read with source of your own code"),
-        ({}, '"tone": "no"', '"tone": {1}', r"posts train row 1: must be a value of JSON, but .*set"),
-        ({}, "range(options.size)", "range(0)", r"posts train: the train split must have rows"),
-        ({"options": {"path": "gone"}}, "", "", r"own_kind\.py:15: FileNotFoundError: .*/gone"),
-    ],
-)  # fmt: skip
-def test_wrong_source(tmp_path: Path, changes: dict[str, Any], old: str, new: str, message: str) -> None:
-    with pytest.raises(InputError, match=rf"(?s){message}"):
-        load_data(load_study(write(tmp_path, SOURCE.replace(old, new), data=POSTS | changes)).data)
 
 
 def test_database_cannot_name_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

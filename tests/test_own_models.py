@@ -237,26 +237,6 @@ def test_metric_must_be_defined_at_one_evaluation(
         assert "tone/rank of an objective or a limit has no value" in result.reason
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return float('nan')", "tone/rank must have a value where .* Use another metric"),
-        ("return 1.0 if truths == predictions else 1 / 0", "own_kind.py:.*: ZeroDivisionError"),
-    ],
-)
-@pytest.mark.parametrize("objective", ["tone/rank", "score"])
-def test_metric_without_a_value_is_refused_before_the_study(
-    tmp_path: Path, body: str, message: str, objective: str
-) -> None:
-    metric = f"@hpo.metric('rank', ['single_label'])\ndef rank(truths, predictions):\n    {body}\n"
-    kinds = KINDS | {"tone": KINDS["tone"] | {"primary_metric": "rank"}}
-    data = {"source": "jsonl", "path": "rows", "tasks": kinds}
-    with pytest.raises(InputError, match=message):
-        executor_of(
-            tmp_path, f"{MODELS}\n\n{metric}", data=data, objective={"metric": objective}
-        ).check_study()
-
-
 MARKED = """
 import hpo
 from pathlib import Path

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -74,23 +73,6 @@ def test_every_installed_package_is_pinned() -> None:
     assert len(installed) > 50, "the name of the distribution has changed: run `make install` again"
     del installed[PROJECT["name"]]
     assert installed == {name: PINS.get(name) for name in installed}
-
-
-def test_the_package_imports_every_dependency() -> None:
-    """A package that only tests import belongs to the extra `dev`."""
-    imported = {
-        match.group(1)
-        for path in (ROOT / "hpo").rglob("*.py")
-        for match in re.finditer(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
-    }
-    used = {
-        canonicalize_name(name)
-        for module, names in packages_distributions().items()
-        if module in imported
-        for name in names
-    }
-    dependencies = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
-    assert dependencies - used == set()
 
 
 BAD_RELEASES = {

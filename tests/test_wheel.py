@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -63,11 +62,6 @@ def test_the_wheel_holds_the_studies(installed: Path) -> None:
     there = installed / "hpo" / "studies"
     found = {path.relative_to(there) for path in there.rglob("*") if path.is_file()}
     assert {path for path in found if "__pycache__" not in path.parts} == expected
-
-
-def test_the_wheel_installs_the_package_alone(installed: Path) -> None:
-    (about,) = importlib.metadata.distributions(path=[str(installed)])
-    assert {path.name for path in installed.iterdir()} == {"hpo", f"precision_hpo-{about.version}.dist-info"}
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from hpo.config.data_config import DataConfig
 from hpo.config.search_space import FloatDistribution, SearchSpace
 from hpo.config.study_file import Problem
 from hpo.config.trial_settings import AUTO, BUDGETS, OWN_LOOP_SETTINGS, TrialSettings
@@ -106,6 +107,13 @@ def grid_problems(space: SearchSpace) -> Iterator[Problem]:
             yield Problem((name, "when"), message)
         if isinstance(distribution, FloatDistribution) and distribution.step is None:
             yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
+
+
+def sampling_problems(data: DataConfig, training: TrialSettings, space: SearchSpace) -> Iterator[Problem]:
+    """Report a temperature of sampling without sources. The executor checks the weights of sources."""
+    name = "sampling_temperature"
+    if not data.sources and (name in space or training.sampling_temperature != 1):
+        yield Problem(_key(name, space), "needs `data.sources`, but there are none.")
 
 
 _UNREAD = {

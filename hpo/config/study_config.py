@@ -46,6 +46,7 @@ from hpo.config.study_checks import (
     measures_parts,
     own_loop_definition,
     own_loop_problems,
+    sampling_problems,
     study_problems,
 )
 from hpo.config.study_file import (
@@ -310,6 +311,7 @@ class StudyConfig(CheckedSection):
             yield Problem(("evaluation", "patience"), message)
         if self.comparison is None:  # its configurations have run before
             yield from study_problems(self.training, self.search_space)
+            yield from sampling_problems(self.data, self.training, self.search_space)
         if not self.compat.enabled and measures_parts(self.training, self.search_space):
             yield Problem(("compat", "enabled"), "must be true, because `fp32_parts: auto` makes this check.")
         searched = self.search_space.get("max_length")

@@ -23,6 +23,12 @@ from hpo.tasks.kind import known_kind
 SPLITS = ("test", "validation", "train")  # order of the page: splits unseen by the search come first
 MAX_CONFUSIONS = 20
 
+HEADING = "Right and wrong predictions of the best model"
+SIGNS = {"missed": "−", "spurious": "+", "both": "="}
+"""CSS class -> sign. A piece with several signs has the class `mixed`."""
+_LEGEND = [("missed", "−", "true only"), ("spurious", "+", "predicted only"), ("both", "=", "both")]
+_MARK = Markup('<mark class="{}"><b>{}</b>{}</mark>')
+
 
 @dataclass(frozen=True)
 class Detailed:
@@ -152,13 +158,6 @@ def source_metrics_table(telemetry: Mapping[str, Any]) -> Rows:
 
 def _interval(row: Mapping[str, Any]) -> str:
     return format_interval(row["value"], row["low"], row["high"])
-
-
-HEADING = "Right and wrong predictions of the best model"
-SIGNS = {"missed": "−", "spurious": "+", "both": "="}
-"""CSS class -> sign. A piece with several signs has the class `mixed`."""
-_LEGEND = [("missed", "−", "true only"), ("spurious", "+", "predicted only"), ("both", "=", "both")]
-_MARK = Markup('<mark class="{}"><b>{}</b>{}</mark>')
 
 
 def evaluation(one: Detailed) -> dict[str, Any]:

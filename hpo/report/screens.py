@@ -43,6 +43,8 @@ from hpo.study.reading.study_record import StudyRecord, best_trials, is_over
 from hpo.study.reading.watch import StudyProgress, outcome_of
 from hpo.study.sampling.promotion import rungs_of
 
+_LINE_SECONDS = 30.0
+
 
 def best(record: StudyRecord) -> Iterator[Part]:
     """Show the best trial, or the Pareto front: values, parameters, precision, detailed evaluations."""
@@ -129,9 +131,6 @@ def overview(studies: Sequence[StudyOverview]) -> Iterator[Part]:
             for study in studies
         ],
     )
-
-
-_LINE_SECONDS = 30.0
 
 
 class StudyDisplay:

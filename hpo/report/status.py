@@ -52,6 +52,10 @@ from hpo.study.store.studies import BUDGET_SPENT
 
 _FINISHED = ("COMPLETE", "PRUNED", "FAIL")
 
+UNSPENT_SHARE = 0.02  # largest unspent share of a budget without a reason
+SCORE = "the mean of the primary metrics of all tasks"
+BASELINE = "best constant"  # column of the best constant predictions
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -141,9 +145,6 @@ def _planner_trial(trial: TrialRecord, is_raised: bool) -> Any:
     is_reopened = is_raised and trial.reason == BUDGET_SPENT and trial.state == "PRUNED"
     state = SimpleNamespace(name="RUNNING" if is_reopened else trial.state)
     return SimpleNamespace(number=trial.number, state=state, user_attrs=trial.attributes)
-
-
-UNSPENT_SHARE = 0.02  # largest unspent share of a budget without a reason
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
@@ -254,10 +255,6 @@ def _busy_seconds(trials: Iterable[TrialRecord]) -> float:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
     return busy
-
-
-SCORE = "the mean of the primary metrics of all tasks"
-BASELINE = "best constant"  # column of the best constant predictions
 
 
 def objectives_text(metrics: Sequence[str], directions: Sequence[str]) -> str:

@@ -18,8 +18,7 @@ from rich.text import Text
 from hpo.errors import printable
 from hpo.outcome import Outcome
 
-Rows: TypeAlias = Sequence[Mapping[str, str]]
-"""A table of text. All rows have the same columns."""
+Rows: TypeAlias = Sequence[Mapping[str, str]]  # A table of text; all rows have the same columns
 Part: TypeAlias = str | Text | tuple[str, Rows]
 """A paragraph, or a table with its title. Leading spaces of a string indent the whole paragraph."""
 

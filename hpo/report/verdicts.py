@@ -25,6 +25,9 @@ VERDICT_COLUMNS = [
 ]
 """Columns of a table of verdicts. A comparison of stored weights or moments also has `stored`."""
 
+_COMPUTES_LOWER = ("bf16", "fp16")  # forms with weights in fp32
+Stored = Mapping[str, Any]
+
 
 def recommendations(record: StudyRecord) -> list[str]:
     return [
@@ -112,11 +115,6 @@ def _collapsed(row: Comparison) -> str:
     if row["num_collapsed"] is None:
         return MISSING
     return f"{row['num_collapsed']} (≤ {format_percent(row['collapse_share'])})"
-
-
-_COMPUTES_LOWER = ("bf16", "fp16")  # forms with weights in fp32
-
-Stored = Mapping[str, Any]
 
 
 def deployment_parts(stored: Stored) -> Iterator[Part]:

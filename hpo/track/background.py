@@ -18,8 +18,7 @@ from typing import IO
 from hpo.config.choices import TrackerName
 from hpo.errors import shorten
 
-LEAVE_SECONDS = 120.0
-"""Longest wait at the end of a run for the tracker's last updates and the report."""
+LEAVE_SECONDS = 120.0  # longest wait at the end of a run for the tracker's last updates and the report
 
 _logger = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from hpo.track.tensorboard_files import TensorboardTracker
 from hpo.track.wandb_runs import WandbTracker
 from hpo.versions import install_hint
 
-UPDATE_SECONDS = 5.0
-"""Time between two updates, or 20 times the time to read the study if this is longer."""
+UPDATE_SECONDS = 5.0  # time between two updates, or 20 times the time to read the study if this is longer
 IDLE_SECONDS = 600.0
 """Longest wait for a worker. Perhaps no device can run the trials left, or the time of the run is over."""
 
@@ -56,14 +55,10 @@ class Tracker(Protocol):
 
 @dataclass
 class Shown:
-    runs: int
-    """Number of trials in the tracker."""
-    changed: int
-    """Number of trials added or changed by this command."""
-    is_over: bool
-    """True if the study has ended."""
-    idle_seconds: float
-    """Time since the last new heartbeat of a worker."""
+    runs: int  # number of trials in the tracker
+    changed: int  # number of trials added or changed by this command
+    is_over: bool  # true if the study has ended
+    idle_seconds: float  # time since the last new heartbeat of a worker
 
 
 class Follower:

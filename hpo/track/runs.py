@@ -43,6 +43,15 @@ _OTHER_NAME = re.compile(
 )
 """Names of other settings, such as those of a tokenizer."""
 
+Status = Literal["running", "waiting", "finished", "stopped", "failed"]
+MAX_NAME, MAX_TEXT = 200, 5000
+"""MLflow's limits are 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
+_DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
+"""Names of facts about the device. All others begin with `device.`."""
+_MAY_BE_EMPTY = re.compile(r"best\..*|.*_(?:reason|observed|agrees|effective|support)")
+"""Facts that may disappear from a run. In a tracker, an empty text then replaces their former values."""
+NOTE = "hpo.json"
+
 
 def is_secret(name: str) -> bool:
     """Return True if a setting of this name may hold a password or a token."""
@@ -109,23 +118,13 @@ def _flat(content: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-Status = Literal["running", "waiting", "finished", "stopped", "failed"]
-MAX_NAME, MAX_TEXT = 200, 5000
-"""MLflow's limits are 250 characters of a name, 6000 of a param and, in older versions, 5000 of a tag."""
-_DEVICE = {"name": "device"} | {name: name for name in ("host", "torch", "transformers", "cuda", "rocm")}
-"""Names of facts about the device. All others begin with `device.`."""
-_MAY_BE_EMPTY = re.compile(r"best\..*|.*_(?:reason|observed|agrees|effective|support)")
-"""Facts that may disappear from a run. In a tracker, an empty text then replaces their former values."""
-
-
 @dataclass(frozen=True)
 class Point:
     """One evaluation of a trial, or the state of a study."""
 
     step: int
     time: float  # seconds since 1970: start of the trial plus its training time
-    metrics: Mapping[str, float]
-    """Values by `task/metric`. The last metric is the `marker` of the run."""
+    metrics: Mapping[str, float]  # values by `task/metric`; the last metric is the `marker` of the run
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,14 @@ class Run:
 
     key: str  # token of the study, and number of the trial or `study`
     name: str
-    status: Status
-    """`waiting`: paused or preempted. `stopped`: by the pruner, a limit or a person."""
+    status: Status  # `waiting`: paused or preempted; `stopped`: by the pruner, a limit or a person
     started: float  # seconds since 1970, like `ended`
     ended: float | None
     params: Mapping[str, str | float]  # settings that cannot change, searched and fixed
     facts: Mapping[str, str]  # tags of the study, changeable settings, outcome, device and precisions
     points: Sequence[Point]
     results: Mapping[str, float]  # final values by `trial/NAME`; empty while the trial runs
-    study: Run | None = None
-    """Run of the trial's study. None: this is a study."""
+    study: Run | None = None  # run of the trial's study; None: this is a study
 
     @property
     def marker(self) -> str:
@@ -325,9 +322,6 @@ def _text(value: Any) -> str:
 @lru_cache(10_000)  # the trials of a study share most of their texts
 def _sendable(text: str) -> str:
     return shorten(without_secrets(printable(text.encode(errors="replace").decode())), MAX_TEXT)
-
-
-NOTE = "hpo.json"
 
 
 def is_noted(folder: Path, run: Run) -> bool:

@@ -31,8 +31,7 @@ class WandbTracker:
         self._wandb: Any = wandb
         self._project = os.environ.get("WANDB_PROJECT") or study
         self._folder = Path(os.environ.get("WANDB_DIR") or folder)
-        self._open: dict[str, Any] = {}
-        """Running trials, by key."""
+        self._open: dict[str, Any] = {}  # running trials, by key
         self._ended: dict[str, tuple[Path, Run]] = {}
         """Folders of ended runs, by key; complete after the end of W&B's own process."""
 

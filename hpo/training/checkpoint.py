@@ -76,10 +76,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, resume_key: str, mirror: CheckpointMirror | None = None) -> None:
         self.folder = folder
         self.resume_key = resume_key
-        self.write_seconds = 0.0
-        """Duration of the last write and its copy for other workers."""
-        self.problems: list[str] = []
-        """Messages of failures, each once."""
+        self.write_seconds = 0.0  # duration of the last write and its copy for other workers
+        self.problems: list[str] = []  # messages of failures, each once
         self._mirror = mirror
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None

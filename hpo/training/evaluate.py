@@ -110,8 +110,7 @@ class Evaluation:
     rates: dict[str, float | None]  # throughput of training so far
     source_metrics: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """{source: {task: {metric: value}}} for the tasks that several sources of the data have."""
-    values: tuple[float, ...] = ()
-    """The objectives of the study. NaN where one is not defined."""
+    values: tuple[float, ...] = ()  # the objectives of the study; NaN where one is not defined
     ends_trial: str = ""
     """The reason why the trial ends with this evaluation, before its budget is used up; empty: none."""
 

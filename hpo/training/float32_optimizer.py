@@ -41,6 +41,9 @@ _EXPONENTS = 7
 
 Encoded = dict[str, Tensor]  # `codes` of a moment, and for int8 the `scales` of its blocks
 
+CHUNK_ELEMENTS = 2**24  # weights in fp32 at a time; 16.8 M weights are 64 MiB, and as much for gradients
+DECODED_ELEMENTS = 2**22  # the same limit for encoded moments; decoded moments take twice as much
+
 
 def is_encoded(weight: Tensor, kind: str) -> bool:
     """Return whether the moments of a weight have the format `kind`, not fp32."""
@@ -113,12 +116,6 @@ def dynamic_fractions(*, signed: bool) -> list[float]:
     return sorted(values)
 
 
-CHUNK_ELEMENTS = 2**24
-"""Weights in fp32 at a time. 16.8 M weights are 64 MiB, and as much for gradients."""
-DECODED_ELEMENTS = 2**22
-"""The same limit for encoded moments. Decoded moments take twice as much."""
-
-
 class Float32Optimizer(Optimizer):
     """An optimiser over the real weights with an inner optimiser over fp32 stand-ins.
 
@@ -152,8 +149,7 @@ class Float32Optimizer(Optimizer):
             if is_encoded(weight, kind) and id(weight) not in in_fp32
         }
         """Encoded moments by parameter number; empty before the first step."""
-        self.num_encoded = 0
-        """Number of encodings so far: the seed of stochastic rounding."""
+        self.num_encoded = 0  # number of encodings so far: the seed of stochastic rounding
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

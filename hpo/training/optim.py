@@ -5,10 +5,8 @@ Heads have the rate `head_learning_rate`. The encoder's highest layer has `learn
 Ruder 2018, arXiv 1801.06146). Biases and norms have no weight decay.
 
 Gradients are accumulated and clipped in the dtype of their weights, by a norm in fp32. Every step is in fp32
-(`hpo.training.float32_optimizer`).
-
-The schedule is a factor of each group's rate, by the used share of the budget. So a budget in seconds works
-like one in steps, and a resumed trial needs no scheduler state.
+(`hpo.training.float32_optimizer`). The schedule is a factor of each group's rate, by the used share of the
+budget. So a resumed trial needs no scheduler state.
 """
 
 from __future__ import annotations
@@ -25,6 +23,13 @@ from torch.optim import Optimizer
 from hpo import extensions
 from hpo.models.multitask import MultitaskModel, parameter_depths
 from hpo.training.float32_optimizer import Float32Optimizer, start_momentum, state_facts
+
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda remaining: remaining,
+    "cosine": lambda remaining: 0.5 * (1.0 - math.cos(math.pi * remaining)),
+    "constant": lambda _: 1.0,
+}
+"""Factors after warm-up, by the remaining share of the budget after it."""
 
 
 def parameter_groups(
@@ -189,14 +194,6 @@ def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
     # Faster than get_total_norm: its kernel converts without the processor's vectors.
     flat = (gradient.reshape(-1).float() for gradient in gradients)
     return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()
-
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "linear": lambda remaining: remaining,
-    "cosine": lambda remaining: 0.5 * (1.0 - math.cos(math.pi * remaining)),
-    "constant": lambda _: 1.0,
-}
-"""Factors after warm-up, by the remaining share of the budget after it."""
 
 
 def own_schedule(name: str, option: Mapping[str, Any]) -> Callable[[float], float] | None:

@@ -2,8 +2,7 @@
 
 The meter sets a mark after each optimiser step: wall time on a CPU, an event on a GPU, without waiting for
 it. Rates leave out the first steps (allocator, autotuning, caches) and the time before a `start`: evaluation,
-the copy for a checkpoint, compilation. Tokens are real tokens, without padding. The meter holds sums and the
-durations of the last `RECENT_STEPS` steps, so its size does not grow.
+the copy for a checkpoint, compilation. Tokens are real tokens, without padding.
 
 Energy comes from the counter of a GPU at the ends of a stretch of steps. The counter covers the whole board:
 its idle power, its memory, and other programs. It is updated every 20 to 100 ms. So only stretches of
@@ -55,8 +54,7 @@ class EnergyMeter:
     def __init__(self, device: DeviceInfo, counter: EnergyCounter | None) -> None:
         self._device = device
         self._counter = counter
-        self._began: tuple[float, float] | None = None
-        """Seconds and joules at the beginning of the stretch."""
+        self._began: tuple[float, float] | None = None  # seconds and joules at the beginning of the stretch
         self._stretch_examples = 0.0
         self._joules, self._examples = 0.0, 0.0
 

@@ -58,17 +58,6 @@ def test_every_run_is_paid_for_and_found_once(curves: Curves, name: str) -> None
     assert search.regret_at(0.0) == 1.0
 
 
-def test_short_starts_and_the_best_three(curves: Curves) -> None:
-    """At the compute of 5.7 runs all 30 are started, and the best three that do not break go on."""
-    search = Search(POLICIES["random, one tenth, then the best three"], curves, seed=0)
-    search.run(5.7 + 1e-6)
-    assert len(search.row_of) == NUM_ROWS
-    continued = [trial for trial in search.study.trials if "resumed_at" in trial.user_attrs]
-    assert len(continued) == 3 + 2, "of the best five, rows 0 and 3 break on the way"
-    assert sorted(loss for _, loss in search.ended) == pytest.approx([1.0, 2.0, 4.0])
-    assert search.spent == pytest.approx(30 * 0.1 + 3 * 0.9 + 2 * 0.3)
-
-
 def test_the_program_prints_medians(path: Path) -> None:
     command = [sys.executable, search_tables.__file__, str(path.parent), "--json", "--seeds", "2"]
     done = subprocess.run([*command, "--policies", "default"], capture_output=True, text=True, check=True)

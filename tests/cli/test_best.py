@@ -101,19 +101,6 @@ def test_weights_lost_on_a_full_disk_are_reported(tmp_path: Path, monkeypatch: p
     assert hpo_command(tmp_path, "best", "tiny.yaml", "--export", "model").exit_code == 1
 
 
-def test_an_export_of_older_weights_has_their_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk was full at the best evaluation."""
-    write_study(tmp_path, n_trials=1, evaluation={"per_trial": 2})
-    monkeypatch.setattr("hpo.trial.base_run.is_better", lambda *_: True)
-    full_disk_from(2, monkeypatch)
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    ok(hpo_command(tmp_path, "best", "tiny.yaml", "--export", "model"))
-    scores = json.loads((tmp_path / "model" / "hpo.json").read_text())["provenance"]["scores"]["validation"]
-    (trial,) = stored(tmp_path).trials
-    older, best = (evaluation.metrics for evaluation in trial.evaluations)
-    assert scores == {task: older[task] for task in scores} != {task: best[task] for task in scores}
-
-
 def test_reproduce_changes_nothing_in_the_study(folder: Path) -> None:
     before, files = stored(folder), set((folder / "runs" / "tiny").rglob("*"))
     reproduce = ("best", "tiny.yaml", "--reproduce", "--into", "again", "--json")

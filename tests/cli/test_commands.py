@@ -119,12 +119,6 @@ def test_train_prints_the_record_of_a_trial(ran: Path, tmp_path: Path) -> None:
     assert "fp_precision_effective: bf16" in text
 
 
-def test_an_unexpected_error_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpo.api.opening.load_study", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        hpo_command(tmp_path, "run", "tiny.yaml")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -144,13 +138,6 @@ def test_wrong_options_are_refused(tmp_path: Path, arguments: tuple[str, ...], m
     write_study(tmp_path)
     refused(hpo_command(tmp_path, *arguments, width=200), message)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["status", "best", "report", "dashboard"])
-def test_reading_commands_make_nothing(tmp_path: Path, command: str) -> None:
-    write_study(tmp_path)
-    refused(hpo_command(tmp_path, command, "tiny.yaml"), "There is no study database at sqlite:///runs/hpo")
-    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}
 
 
 def test_a_folder_without_write_access_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from support import planted_encoder
 from support.command_line import finish, hpo_command, ok, refused, start_hpo, stored
 from support.planted_encoder import PlantedLayer, planted, write_planted_study
-from support.tiny import ENCODER, write_study
+from support.tiny import write_study
 from torch import Tensor
 
 import hpo
@@ -67,40 +67,6 @@ def test_precisions_and_configurations_are_compared(tmp_path: Path) -> None:
     best = ok(hpo_command(tmp_path, "best", "tiny")).out
     assert result["recommendation"] in best
     assert f"Comparison of configurations on new seeds: {ranked['recommendation']}" in best
-
-
-def test_stored_precisions_of_weights_and_moments_are_compared(tmp_path: Path) -> None:
-    """Only configurations with an adapter, or with an optimizer of low-bit moments, take part."""
-    space = {
-        "adapter": {"type": "categorical", "choices": ["none", "lora"]},
-        "base_precision": {"type": "categorical", "choices": ["fp32", "int8"], "when": {"adapter": "lora"}},
-        "optimizer": {"type": "categorical", "choices": ["adamw", "adafactor"]},
-    }
-    encoder = {**ENCODER, "hidden_size": 64}  # with large enough matrices
-    training = {"max_steps": 2, "batch_size": 8, "max_length": 64, "lora_rank": 64}
-    write_study(tmp_path, n_trials=6, training=training, search_space=space, model={"encoder": encoder})
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    bases, moments = (
-        ok(hpo_command(tmp_path, "compare", "tiny", "--over", over, "--precisions", names, *QUICK, "--json"))
-        for over, names in (("base_precision", "bf16,int8"), ("optimizer_state", "int8"))
-    )
-    names = [row["name"] for row in bases.json["verdicts"]]
-    assert names == ["base_precision bf16", "base_precision int8"]
-    assert {one["params"]["adapter"] for one in bases.json["configurations"]} == {"lora"}
-    assert {one["params"]["optimizer"] for one in moments.json["configurations"]} == {"adamw"}
-    for row in (bases.json["verdicts"][0], moments.json["verdicts"][0]):
-        assert row["num_runs"] == 3
-        assert row["stored_ratio_low"] <= row["stored_ratio"] <= row["stored_ratio_high"] < 0.9
-    trials = stored(tmp_path, "tiny-compare-base").trials
-    effective = [trial.telemetry["base_precision"]["effective"] for trial in trials]
-    assert effective == [trial.params["base_precision"] for trial in trials]
-    ok(hpo_command(tmp_path, "report", "tiny"))
-    verdicts = (tmp_path / "runs" / "tiny" / "report" / "tables" / "verdicts.csv").read_text()
-    assert {line.partition(",")[0] for line in verdicts.splitlines()} == {
-        "precision",
-        *names,
-        "optimizer_state int8",
-    }
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from support.study_records import record_of, with_values
 from support.worker_process import wait_for
 
 import hpo
-from hpo.api import deploying
 from hpo.api.deploying import best_model_of
 from hpo.deploy.deployment import _Run
 from hpo.deploy.timing import TimingBudget, time_in_turn
@@ -89,15 +88,3 @@ def test_an_interrupt_keeps_the_scored_forms(folder: Path, monkeypatch: pytest.M
     assert finished.exit_code == 130, finished.err
     assert "onnx_int8_dynamic is omitted: not scored, because the search was interrupted." in finished.out
     assert hpo.load(folder / "runs/tiny/deploy/model", device="cpu").predict(["I sleep badly."])
-
-
-def test_deploy_needs_time_for_fp32_and_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploying, "_reason_to_end", lambda _: "the time of --timeout was over")
-    finished = hpo_command(folder, "deploy", "tiny", "--out", str(folder / "other"))
-    assert finished.exit_code == 1
-    assert "fp32 was not scored, because the time of --timeout was over. Give it longer." in finished.err
-    assert not (folder / "other").exists()
-    ok(hpo_command(folder, "init", str(write_mood_study(folder))))
-    finished = hpo_command(folder, "deploy", "mood")
-    assert finished.exit_code == 1
-    assert "has no complete trial yet, so there is no model to deploy" in finished.err

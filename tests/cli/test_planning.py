@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.command_line import hpo_command, ok, refused
 from support.jsonl_sets import write_set
-from support.tiny import tiny_study, write_study
-
-from hpo.report.plan import TrialCost, make_plan
-
-PROMOTE = {"name": "promote", "starts": 0.1, "keep": 1}
+from support.tiny import write_study
 
 
 def test_check_describes_the_data_of_a_file_or_a_stored_study(tmp_path: Path) -> None:
@@ -27,20 +22,6 @@ def test_check_describes_the_data_of_a_file_or_a_stored_study(tmp_path: Path) ->
     checked = ok(hpo_command(tmp_path, "check", "tiny", "--json")).json
     assert checked.keys() >= {"study", "facts", "lengths", "advice"}
     assert checked["facts"]["splits"]["train"] == {"num_rows": 48, "num_duplicates": 0}
-
-
-def planned(tmp_path: Path, *seconds: float, num_workers: int = 1, **changes: Any) -> Any:
-    precisions = zip(("fp32", "bf16"), seconds, strict=False)
-    costs = [TrialCost(precision, 100.0, one, "a test") for precision, one in precisions]
-    return make_plan(tiny_study(tmp_path, **changes), costs, None, num_workers)
-
-
-@pytest.mark.parametrize(("pruner", "num_trials"), [({"name": "none"}, 7), (PROMOTE, 28)])
-def test_plan_of_a_budget(tmp_path: Path, pruner: dict[str, Any], num_trials: int) -> None:
-    """With 28 starts, nine and then three continue: 6.7 whole trials. With 30 starts it would be 7.1."""
-    plan = planned(tmp_path, 60, n_trials=100, budget={"hours": 7.05 * 60 / 3600}, pruner=pruner)
-    assert plan.stages[0].num_trials in (num_trials, num_trials + 1)
-    assert plan.whole_trials <= 7.05
 
 
 def test_plan_measures_first_and_then_uses_the_trials(tmp_path: Path) -> None:

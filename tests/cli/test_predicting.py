@@ -59,19 +59,6 @@ def test_unreadable_rows_are_listed(exported: Path, tmp_path: Path) -> None:
     refused(hpo_command(exported, *predict, "--skip-bad-rows"), "must hold at least one text, but is")
 
 
-def test_wrong_arguments_are_refused(exported: Path, tmp_path: Path) -> None:
-    out = str(tmp_path / "out.csv")
-    for (model, file, *options), message in (
-        (("tiny.yaml", "test.jsonl"), "must be a whole folder written by `hpo best --export`"),
-        (("model", "tset.jsonl"), "no such file. Did you mean `test.jsonl`?"),
-        (("model", "test.jsonl", "--output", "/dev/null/out.csv"), "/dev/null is no folder"),
-        (("model", "test.jsonl", "--precision", "fp8"), "`fp8` needs CUDA"),
-    ):
-        options = options if "--output" in options else [*options, "--output", out]
-        refused(hpo_command(exported, "predict", model, file, *options), message)
-    assert not any(tmp_path.iterdir())
-
-
 def test_an_export_is_read_without_a_network(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests: list[object] = []
 

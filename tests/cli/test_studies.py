@@ -195,14 +195,3 @@ def test_delete_removes_uploaded_checkpoints(
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--storage", "sqlite:///other.db"))
     assert f"Its checkpoints in {s3} are removed" in deleted.out
     assert not uploaded()
-
-
-def test_a_worker_runs_the_enqueued_configuration(made: Path) -> None:
-    given = ("--param", "learning_rate=3e-4")
-    queued = ok(hpo_command(made, "enqueue", "tiny", *given, "--json")).json["enqueued"]
-    assert (
-        "learning_rate=0.0003. Before it in the queue: 1."
-        in ok(hpo_command(made, "enqueue", "tiny", *given)).out
-    )
-    ok(hpo_command(made, "worker", "tiny"))
-    assert [trial.params for trial in stored(made).trials] == [queued, queued]

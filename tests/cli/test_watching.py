@@ -60,19 +60,6 @@ def test_a_pipe_shows_only_changes(
     assert watched.out.endswith(ok(hpo_command(tmp_path, "status", "tiny")).out)
 
 
-def test_a_terminal_shows_only_the_last_screen(
-    tmp_path: Path, storage: Storage, waits: Callable[..., list[float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits(lambda: run_one(storage), lambda: run_one(storage))
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    watched = ok(hpo_command(tmp_path, *WATCH))
-    left = watched.out.split("\x1b[2K")[-1]
-    assert "2 of 2" in left
-    assert "0 of 2" not in left
-    assert watched.out.count("\x1b[?25h") == 1, "the cursor is back"
-
-
 @pytest.mark.usefixtures("storage")
 def test_an_interrupt_ends_the_watch(tmp_path: Path) -> None:
     process = start_hpo(tmp_path, *WATCH)

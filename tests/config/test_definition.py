@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.config.study_file import study_files
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import TrialSettings
-from hpo.errors import InputError, StorageError, StudyChangedError
+from hpo.errors import StorageError, StudyChangedError
 
 STUDIES = Path(__file__).parents[2] / "studies"
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -133,16 +132,3 @@ def test_other_changeable_keys() -> None:
 
     now = of_csv(empty="unlabelled", delimiter=";")
     assert now.resumed(stored(of_csv())).data.csv == now.data.csv
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [{"given": {"given": 1}}, {"given": [["a"]]}, {"sampler": "x"}, {"pruner": None}, {"search_space": 3}],
-    ids=str,
-)
-def test_damaged_definition_is_refused(damage: dict[str, Any]) -> None:
-    damaged = stored(study()) | damage
-    with pytest.raises(StorageError, match="The database's definition of the study `s` is not valid"):
-        stored_study("s", damaged)
-    with suppress(InputError):  # no other error
-        study().resumed(damaged)

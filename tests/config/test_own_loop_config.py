@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.own_loops import LOOP, SPACE, write_own
+from support.own_loops import SPACE, write_own
 from support.tiny import write_study
 
 from hpo.code import use_code
 from hpo.config.first import fixed_problems
 from hpo.config.study_config import load_study, stored_study
-from hpo.errors import InputError, StorageError, StudyFileError
+from hpo.errors import StorageError, StudyFileError
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -62,15 +62,6 @@ def test_useless_settings_are_refused(tmp_path: Path, changes: dict[str, Any], m
         load_study(write_own(tmp_path, **changes))
 
 
-def test_study_without_loop_needs_data(tmp_path: Path) -> None:
-    message = r"data: must be given\.(.|\n)*metric: unknown metric `accuracy`"
-    with pytest.raises(StudyFileError, match=message):
-        load_study(write_own(tmp_path, LOOP.replace("@hpo.trial", "")))
-    (tmp_path / "plain").mkdir()
-    with pytest.raises(StudyFileError, match=r"data\.source: must be one of synthetic, .* but got `none`"):
-        load_study(write_study(tmp_path / "plain", data={"source": "none"}))
-
-
 def test_study_without_loop_ignores_loaded_loop(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     plain = load_study(write_study(tmp_path / "plain"))
@@ -83,15 +74,3 @@ def test_study_without_loop_ignores_loaded_loop(tmp_path: Path) -> None:
     definition["given"].append("training.width")
     with pytest.raises(StorageError, match=r"training\.width: there is no such key"):
         stored_study("tiny", definition)
-
-
-@pytest.mark.parametrize(
-    ("loop", "message"),
-    [
-        (LOOP + LOOP.replace("def train", "def again"), r"there is a training loop `trial` already"),
-        (LOOP.replace("@hpo.trial", "@hpo.trial('net')"), r"must decorate a function .* got 'net'"),
-    ],
-)
-def test_code_has_one_unnamed_loop(tmp_path: Path, loop: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        load_study(write_own(tmp_path, loop))

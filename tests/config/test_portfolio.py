@@ -48,11 +48,3 @@ def test_searched_settings_are_ranked() -> None:
 )
 def test_other_studies_have_no_portfolio(changes: dict[str, Any]) -> None:
     assert tried(**changes) == []
-
-
-def test_portfolio_fits_conditions() -> None:
-    layers = {"type": "categorical", "choices": [0.8, 1.0], "when": {"optimizer": "lion"}}
-    space = RATES | {"optimizer": {"type": "categorical", "choices": ["adamw", "lion"]}}
-    assert tried(space | {"layerwise_lr_decay": layers})[1] == {"optimizer": "adamw", "learning_rate": 1e-4}
-    layers["when"] = {"optimizer": "adamw"}
-    assert tried(space | {"layerwise_lr_decay": layers})[1]["layerwise_lr_decay"] == 0.8

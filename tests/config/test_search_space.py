@@ -8,7 +8,7 @@ import optuna
 import pytest
 from optuna.distributions import FloatDistribution, IntDistribution
 
-from hpo.config.search_space import DISTRIBUTIONS, Distribution, grid, parse_search_space, refusal, suggest
+from hpo.config.search_space import DISTRIBUTIONS, Distribution, parse_search_space, refusal, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.study.store.optuna_internals import is_in
 
@@ -70,16 +70,6 @@ def test_optuna_stores_lists_and_mappings_as_json() -> None:
     assert stored["encoder"].choices == ("minilm", '{"hidden_size": 32, "model_type": "bert"}')
     assert stored["learning_rate"] == FloatDistribution(1e-5, 1e-3, log=True)
     assert stored["batch_size"] == IntDistribution(8, 32, step=8)
-
-
-def test_grid_fits_optunas_grid_sampler() -> None:
-    space = parse({name: RAW[name] for name in ("fp_precision", "head_dropout", "betas")})
-    values = grid(space)
-    assert values["head_dropout"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
-    study = optuna.create_study(sampler=optuna.samplers.GridSampler(values))
-    study.optimize(lambda trial: float(suggest(space, trial)["head_dropout"]), n_trials=100)
-    configurations = {tuple(trial.params.items()) for trial in study.trials}
-    assert len(configurations) == len(study.trials) == 3 * 6 * 2
 
 
 def test_hash_ignores_order_and_spelling_alone() -> None:

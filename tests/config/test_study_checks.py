@@ -8,7 +8,6 @@ from support.several_sources import write_sources
 from support.tiny import tiny_executor, tiny_study, write_study
 
 from hpo.config.study_config import load_study, stored_study
-from hpo.config.trial_config import build_trial_config
 from hpo.errors import InputError, StudyFileError
 
 EITHER = {"type": "categorical", "choices": ["none", "lora"]}
@@ -65,19 +64,6 @@ def test_possible_combination(tmp_path: Path, training: dict[str, Any], space: d
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"base_precision": "int8"}, "base_precision: must be fp32 without an adapter"),
-        ({"adapter": "lora", "freeze_layers": 1}, "freeze_layers: must be 0 with an adapter"),
-        ({"optimizer": "sgd", "optimizer_state": "int8"}, "optimizer_state: must be fp32 with"),
-    ],
-)
-def test_trial_is_checked_too(tmp_path: Path, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        build_trial_config(tiny_study(tmp_path), params, "fp32")
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"training": {"sampling_weight.new": 2}}, "there is no such source. Did you mean `news`?"),
@@ -89,6 +75,7 @@ def test_trial_is_checked_too(tmp_path: Path, params: dict[str, Any], message: s
         ),
         ({"search_space": {"sampling_weight": WEIGHT}}, "Did you mean `sampling_weight.<source>`?"),
         ({"data": {"source": "synthetic"}, "training": {"sampling_weight.a": 2}}, "there is no such source"),
+        ({"data": {"source": "synthetic"}, "training": {"sampling_temperature": 2}}, "needs `data.sources`"),
     ],
 )
 def test_sampling_must_fit_sources(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any, get_args
 
 import optuna
 import pytest
-from pydantic import ValidationError
 
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
-from hpo.config.sections import CheckpointConfig
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.errors import StudyFileError
 from hpo.precision.table import AmpConfig
@@ -87,21 +84,6 @@ def test_paths_are_relative_to_study_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "n_trials: %s",
-        "training: {batch_size: %s}",
-        "search_space: {batch_size: {type: int, low: 1, high: %s}}",
-        "search_space: {batch_size: {type: categorical, choices: [1, %s]}}",
-    ],
-)
-def test_whole_numbers_accept_powers_of_ten(tmp_path: Path, line: str) -> None:
-    exponent, plain = (load(tmp_path, BASE + line % number) for number in ("1e3", "1000"))
-    assert exponent.definition() == plain.definition()
-    assert "1000.0" not in json.dumps(exponent.definition())
-
-
-@pytest.mark.parametrize(
     ("config", "module"), [(SamplerConfig, optuna.samplers), (PrunerConfig, optuna.pruners)]
 )
 def test_options_exist_in_optuna(config: Any, module: Any) -> None:
@@ -111,15 +93,3 @@ def test_options_exist_in_optuna(config: Any, module: Any) -> None:
         # `promote` does not use Optuna's pruner.
         assert name == "promote" or config.OPTIONS.get(name, {}).keys() <= arguments.keys()
         assert config.OPTIONS.get(name, {}).keys() <= config.model_fields.keys()
-
-
-@pytest.mark.parametrize(
-    ("location", "message"),
-    [
-        ("artifacts:x", r"got `artifacts:x`\. `artifacts:` was removed\. .*\(AWS_ENDPOINT_URL, "),
-        ("ftp://host/x", r"got `ftp://host/x`\. The server .* GOOGLE_APPLICATION_CREDENTIALS\)\."),
-    ],
-)
-def test_other_checkpoint_location_is_refused(location: str, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        CheckpointConfig(location=location)

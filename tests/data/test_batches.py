@@ -60,14 +60,6 @@ def test_layout_of_targets() -> None:
         assert target.dtype == types.get(name, torch.int64), name
 
 
-def test_tags_at_a_window_s_edge_equal_tags_of_the_whole_text() -> None:
-    split = tokenized(max_length=5, stride=1, long_text="window")  # a b c, c d e
-    targets = collate(split, [0, 1], TASKS, pad_id=0).targets
-    assert targets["joint"][:, :5].tolist() == [[-100, 0, 1, 2, -100], [-100, 2, 2, 0, -100]]
-    assert targets["proof"][:, :5, 1].tolist() == [[-1, 0, 1, 1, -1], [-1, 1, 1, 0, -1]]
-    assert targets["answer"].tolist() == [[0, 0], [0, 0]]
-
-
 @pytest.mark.parametrize(
     ("longest", "max_length", "padded"),
     [
@@ -136,19 +128,6 @@ def test_the_texts_of_a_batch_seldom_meet_again(num_windows: int, batch_size: in
         pairs.append({pair for batch in batches for pair in combinations(sorted(batch.tolist()), 2)})
     again = [len(one & other) / len(one) for one, other in pairwise(pairs)]
     assert np.mean(again) < 0.27
-
-
-def test_a_smaller_batch_is_drawn_at_random() -> None:
-    """The longest windows would weigh more than others in each epoch."""
-    smaller = []
-    for epoch in range(200):
-        batches = training_batches(LENGTHS[:36], 16, 1, epoch)
-        smaller += [batch for batch in batches if len(batch) == 4]
-    assert len(smaller) == 200
-    times = np.bincount(np.concatenate(smaller), minlength=36)
-    assert times.min() > 0
-    assert times.max() < 50  # of 22 expected, with a standard deviation of 4.4
-    assert abs(np.corrcoef(times, LENGTHS[:36])[0, 1]) < 0.5
 
 
 def test_evaluation_batches_keep_to_the_budget() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from support.jsonl_sets import load_set
 
 from hpo.data.dataset import DataSet
-from hpo.errors import DataError
 
 TASKS: dict[str, Any] = {
     "tone": {"kind": "single_label", "classes": ["freundlich", "ärgerlich"]},
@@ -77,21 +75,3 @@ def test_files_of_a_german_excel_are_read(
         assert [example.text for example in dataset.splits[split]] == [row[0] for row in ROWS[1:]]
     told = [message for message in caplog.messages if "read with" in message]
     assert told == ([f"{tmp_path / split}.csv: {said}" for split in ("train", "validation")] if said else [])
-
-
-GOOD = excel(ROWS)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"\xef\xbb\xbf\r\n", "the file is empty"),
-        (GOOD.replace(";", ":").encode(), "has no column `Text` (read with `,`; `data.csv.delimiter` sets"),
-        (GOOD.encode("cp1252"), "must be UTF-8, but cannot be decoded: invalid"),
-        (GOOD.encode("utf-16"), "holds zero bytes, as UTF-16 does. Save it as UTF-8 text, or"),
-        (GOOD.partition("\nund")[0].encode(), "train.csv:3: must be CSV, but the row that begins here"),
-    ],
-)
-def test_errors_of_unreadable_files_name_the_option(content: bytes, message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=re.escape(message)):
-        load(tmp_path, content)

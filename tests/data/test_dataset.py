@@ -117,21 +117,6 @@ def test_missing_classes_come_from_the_training_rows(tmp_path: Path) -> None:
     assert found == {"tone": ("y", "z"), "topics": ("a", "b"), "proof": ("a", "b")}
 
 
-def test_tasks_of_the_study_exclude_other_tasks(tmp_path: Path) -> None:
-    tasks = {
-        **TASKS,
-        "grade": {"kind": "regression"},
-        "names": {"kind": "token_classification", "span_names": ["person"]},
-        "places": {"kind": "token_classification", "span_names": ["place"]},
-    }
-    more = {"labels": {"tone": "calm", "grade": 1}, "spans": {"person": [[0, 4]], "place": [[0, 4]]}}
-    write_set(tmp_path, tasks, train=rows(2, **more), validation=rows(2, first=5, **more))
-    dataset = load_set(tmp_path, tasks={"tone": tasks["tone"], "places": tasks["places"]})
-    assert [task.name for task in dataset.tasks] == ["tone", "places"]
-    assert dataset.splits["train"][0].labels == {"tone": "calm"}
-    assert dataset.splits["train"][0].spans == {"place": [(0, 4)]}
-
-
 def test_fingerprint_is_equal_in_every_process(tmp_path: Path) -> None:
     tasks = {name: {"kind": "multi_label", "classes": ["a", "b"]} for name in "pqrstuvw"}
     lines = [{"id": str(i), "text": "x", "labels": {name: ["a", "b"] for name in tasks}} for i in range(2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.jsonl_sets import load, load_set, write_set
@@ -62,19 +61,6 @@ def test_evidence_follows_a_renamed_task() -> None:
     data = load(sources=[{"name": "a", **source}, {"name": "b", **source, "rename": rename}])
     evidence = {task.name: task.evidence_for for task in data.tasks if task.evidence_for}
     assert evidence == {"evidence": "criteria", "other_evidence": "other_criteria"}
-
-
-@pytest.mark.parametrize(
-    ("of_mail", "message"),
-    [
-        ({"rename": {"tne": "other"}}, "rename.tne: there is no such task. Did you mean `tone`?"),
-        ({"rename": {"tone": "size"}}, "rename: two tasks would have one name"),
-        ({"path": "nowhere"}, ".*nowhere/tasks.json: no such file"),
-    ],
-)
-def test_an_error_names_its_source(of_mail: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"source `mail`: {message}"):
-        load(**write_sources(tmp_path, **of_mail))
 
 
 def test_the_fingerprint_depends_on_rows_names_and_order(tmp_path: Path) -> None:

@@ -52,19 +52,6 @@ def test_an_empty_cell_of_spans_is_not_annotated(tmp_path: Path) -> None:
     assert dataset.splits["train"][0].spans == {"person": [(0, 3)], "place": [(7, 11)]}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b'[\n{"text": "a"}\n]', b"\x1f\x8b\x08\x00data", b"PK\x03\x04data", '{"text": "a"}'.encode("utf-16")],
-    ids=["array", "gzip", "excel", "utf-16"],
-)
-def test_jsonl_of_another_format_is_one_error(content: bytes, tmp_path: Path) -> None:
-    write_set(tmp_path, TASKS, train=[{"text": "a"}])
-    (tmp_path / "train.jsonl").write_bytes(content)
-    message = r"train\.jsonl: must be text with one JSON object on each line, but is a JSON array, an archive"
-    with pytest.raises(DataError, match=message):
-        load_set(tmp_path)
-
-
 def test_missing_paths_are_found_in_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPO_DATA_DIR", str(tmp_path))
     config = DataConfig.model_validate({"source": "jsonl", "path": "/nowhere/a/sets/one"})

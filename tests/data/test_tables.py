@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from support.jsonl_sets import load
 
 from hpo.data.dataset import DataSet
 from hpo.errors import DataError
-from hpo.tasks.kind import KINDS, Task, kind_of
+from hpo.tasks.kind import Task, kind_of
 
 READERS = ["jsonl", "csv", "parquet", "hub csv", "hub jsonl", "hub parquet"]
 Columns = dict[str, list[Any]]
@@ -121,29 +120,6 @@ def test_whole_numbers_match_declared_classes(cell: Any, declared: str) -> None:
 ONE_CLASS = " must be one class, as text or a whole number, but got "
 
 
-@pytest.mark.parametrize(
-    ("kind", "cell", "message"),
-    [
-        (NUMBER, float("inf"), " must be a finite number, but got inf. Leave it empty"),
-        (NUMBER, "one", " must be a finite number, but got 'one'"),
-        (NUMBER, "NaN", " must be a finite number, but got "),
-        (ONE, "c", ": unknown class `c`"),
-        (MANY, "a,b", ": unknown class `a,b`"),
-        (MANY, "['a']", " must be JSON in double quotes"),
-        (MANY, ["a", "a"], " names a class twice"),
-        *(
-            (ONE, cell, ONE_CLASS)
-            for cell in ('["a", "b"]', "['a']", "[ 'a' 'b']", "[1 2]", " [-1]\n", "[ ]")
-        ),
-        *((ONE, cell, ONE_CLASS) for cell in ("[[]]", '[{"a": 1}]', 1.5, b"a", {"a": 1}, ["a"])),
-    ],
-)
-def test_bad_cells_are_refused(kind: str, cell: Any, message: str) -> None:
-    task = Task("t", kind, () if kind == NUMBER else ("a", "b"))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kind_of(task).label(KINDS[kind].from_cell(cell, "|", has_decimal_comma=True))
-
-
 @pytest.mark.parametrize("reader", READERS)
 def test_every_reader_reports_a_bad_cell(reader: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
@@ -176,14 +152,3 @@ def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None
         {},
     ]
     assert [bool(row.annotated) for row in rows] == [True, True, False]
-
-
-MAP = pa.map_(pa.string(), pa.list_(pa.list_(pa.int64())))
-
-
-def test_maps_of_parquet_are_spans_by_name(tmp_path: Path) -> None:
-    spans = pa.array([[("person", [[0, 3]])], [], [("person", None)]], MAP)
-    dataset = read(tmp_path, "parquet", PERSON, {"spans": spans})
-    assert [dict(row.spans) for row in dataset.splits["train"]] == [{"person": [(0, 3)]}, {}, {}]
-    with pytest.raises(DataError, match=r"map.*Download the files and use `source: parquet`"):
-        read(tmp_path, "hub parquet", PERSON, {"spans": spans})

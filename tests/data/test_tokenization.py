@@ -9,7 +9,6 @@ import pytest
 from support.tiny_tokenizers import FAMILIES, tiny_tokenizer, tokenize_split
 from transformers import PreTrainedTokenizerBase
 
-from hpo.errors import ModelError
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.tokenized_split import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
@@ -245,22 +244,6 @@ def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
     split = windows_of([example("\u200b"), example("a", 1)], [NAMES], 16)
     assert split.lengths_W.tolist() == [2, 3]
     assert split.owned_T.tolist() == [False, False, False, True, False]
-
-
-@pytest.mark.parametrize(
-    ("family", "tasks", "pair", "message"),
-    [
-        ("suffix_only", [ANSWER], None, "puts none before a text"),
-        ("bare", [], PAIR, r"data.pair_segments: .* between two segments, but \w+ puts none. Choose"),
-    ],
-)
-def test_a_tokenizer_without_special_tokens_is_refused(
-    family: str, tasks: list[Task], pair: tuple[str, str] | None, message: str
-) -> None:
-    with pytest.raises(ModelError, match=message):
-        tokenize_split(
-            [pair_example("a", "b")], tasks, tiny_tokenizer(family), Windowing(16, pair_segments=pair)
-        )
 
 
 # Real sets

@@ -9,15 +9,12 @@ from support.study_records import (
     fake_tables,
     fake_trial,
     tables_of,
-    with_values,
 )
 
 from hpo.report.charts import (
     Chart,
-    all_charts,
     history,
     metric_throughput,
-    objectives,
     precision_metric,
 )
 from hpo.report.tables import StudyTables
@@ -58,19 +55,6 @@ def test_no_trial_beats_the_throughput_front() -> None:
         assert not [1 for other_x, other_y in points(chart) if other_x > x and other_y > y]
     assert "3 omitted" in chart.caption
     assert len(points(chart)) == 24
-
-
-def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None:
-    trials = [with_values(number, (0.5 + number / 100, (number + 1) * 2**28)) for number in range(12)]
-    metrics, directions = ("score", "peak_memory_bytes"), ("maximize", "minimize")
-    tables = tables_of(trials, metric_names=metrics, directions=directions)
-    chart = objectives(tables)
-    assert chart.figure.layout.yaxis.title.text == "peak memory (GiB), minimize"
-    assert max(y for _, y in points(chart)) == 3.0
-    keys = [chart.key for chart in all_charts(tables)]
-    assert keys[0] == "objectives"
-    assert {"history", "history_2", "metric_throughput"} <= set(keys)
-    assert len(keys) == len(set(keys))
 
 
 def test_titles_and_names_are_escaped() -> None:

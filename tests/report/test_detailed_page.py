@@ -56,21 +56,6 @@ def test_headline_has_the_objectives_or_the_score(metrics: list[str], expected: 
 # The page
 
 
-def test_section_has_metrics_warnings_and_marked_errors(tmp_path: Path) -> None:
-    text = section(write(tmp_path, every_kind()))
-    assert "<h3>Trial 6 on test: 500 rows</h3>" in text
-    assert "Thresholds were chosen on validation." in text
-    assert text.index("<code>rude</code> is true in 12 rows") < text.index("<table>"), "warnings are on top"
-    assert "<td>0.712\u00a0[0.682,\u00a00.742]</td>" in text
-    assert "480 labelled rows. Threshold 0.41." in text
-    assert "· true 1, predicted 4.27" in text
-    assert '<mark class="missed"><b>−delay</b>came' in text
-    assert "1 true, 1 predicted" in text
-    assert "3 wrong spans outside this excerpt" in text
-    pairs = re.findall("<h4>(.*)</h4>", text)
-    assert {"most frequent confusions", "classes true and predicted in one row"} <= set(pairs)
-
-
 def test_hostile_documents_are_escaped(tmp_path: Path) -> None:
     topic = single_label([HOSTILE, "b"], worst=[error(HOSTILE, HOSTILE, HOSTILE, "b")], warnings=[HOSTILE])
     spans = [[HOSTILE, 3, 20]], [[HOSTILE, 10, 40], ["b", 2, 5]]

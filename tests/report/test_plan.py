@@ -13,7 +13,6 @@ from support.worker_process import study
 from hpo.data.dataset import DataSet
 from hpo.report.plan import Plan, comparison_limit
 from hpo.study.sampling.forecast import Stage
-from hpo.tasks.labels import SingleLabel
 
 KIND = {"kind": "single_label", "classes": ["a", "b", "rare"]}
 ACCURACY = study(1, objective={"metric": "topic/accuracy"})
@@ -76,10 +75,3 @@ def test_an_error_has_the_limit_of_a_constant_prediction(tmp_path: Path) -> None
     config = study(1, objective={"metric": "topic/rmse", "direction": "minimize"})
     # an rmse of 0.5, in which a row of error 1 adds about 1 / (2 * 0.5 * 1000), with 3.68 such rows of 1000
     assert "losses under 0.01 label units cannot be excluded" in comparison_limit(config, data, 0.01)
-
-
-def test_a_metric_of_the_users_own_code_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SingleLabel, "row_bound", lambda *_: float("inf"))
-    text = comparison_limit(ACCURACY, data_of(tmp_path, 100), 0.5)
-    assert "so no loss can be excluded. So no precision can be shown" in text
-    assert "Label more" not in text

@@ -59,7 +59,7 @@ def test_page_begins_with_the_best_trial(full_report: Path) -> None:
     assert "<dt>score on" not in text, "nothing was evaluated in detail"
     assert f"learning_rate={best.params['learning_rate']!r}" in printed_commands(full_report)[0]
     assert printed_commands(full_report)[0][:4] == ["hpo", "train", "STUDY.yaml", "--param"]
-    assert "requested fp16, ran fp16 (emulated), observed: 38 weights" in text
+    assert "requested fp16, ran fp16 (emulated), observed: products of 38 weight" in text
     order = ["Best", "Before you draw conclusions", "Precision", "The search", "The study", "Tables"]
     assert [title for title in re.findall("<h2>(.*?)</h2>", text) if title in order] == order
 

@@ -18,7 +18,6 @@ from support.study_records import (
 )
 
 from hpo.outcome import Outcome
-from hpo.report.detailed import task_metrics_table
 from hpo.report.formats import format_number
 from hpo.report.tables import OUTCOMES, StudyTables, precision_table
 from hpo.study.reading.study_record import TrialRecord
@@ -117,19 +116,6 @@ def test_energy_has_a_column_if_measured_on_an_unshared_device() -> None:
     assert [row["joules/example"] for row in rows] == ["4", "–", "2", "–"]
     trials[2].telemetry["device"]["shared"] = True
     assert tables_of(trials).by_precision["train_joules_per_example_median"].dropna().tolist() == [4.0, 1.5]
-
-
-def test_evaluations_and_task_metrics() -> None:
-    record = fake_record()
-    table = StudyTables(record).evaluations
-    assert len(table) == sum(len(trial.evaluations) for trial in record.trials)
-    first = record.trials[0].evaluations[0]
-    assert table.loc[0, "score"] == first.metrics["score"]
-    assert table.loc[0, "evidence/span_f1"] == first.metrics["evidence"]["span_f1"]
-    telemetry = {**record.trials[0].telemetry, "baseline": {"score": 0.5, "evidence/span_f1": 0.25}}
-    metrics = task_metrics_table(telemetry)
-    assert [row["metric"] for row in metrics] == ["f1_macro", "f1_micro", "span_f1", "span_overlap_f1"]
-    assert [row["best constant"] for row in metrics] == ["–", "–", "0.25", "–"]
 
 
 def test_several_objectives_have_a_front_instead_of_a_best() -> None:

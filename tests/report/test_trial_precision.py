@@ -38,25 +38,6 @@ def test_facts_about_the_precision_of_computing(change: dict[str, Any], text: st
     assert precision_facts(trial) == "Nothing about its precision is stored."
 
 
-@pytest.mark.parametrize(
-    ("name", "facts", "text"),
-    [
-        ("base_precision", {"requested": "nf4", "effective": None}, "nf4, ran unknown."),
-        (
-            "base_precision",
-            {"requested": "fp32", "effective": "bf16", "reason": "as bf16_true.", "agrees": False},
-            "fp32, ran bf16; this is NOT what was requested (as bf16_true).",
-        ),
-        ("optimizer_state", {"requested": "fp32", "effective": "fp32"}, ""),
-    ],
-)
-def test_facts_about_stored_precisions(name: str, facts: dict[str, Any], text: str) -> None:
-    trial = fake_trial(0, "bf16")
-    before = precision_facts(trial)
-    trial.telemetry[name] = facts  # type: ignore[index]
-    assert precision_facts(trial) == before + (f" {name}: requested {text}" if text else "")
-
-
 def trial(number: int, precision: str = "bf16", facts: Any = None, **params: Any) -> TrialRecord:
     made = fake_trial(number, precision)
     telemetry, values = {**made.telemetry, **(facts or {})}, (0.5 + number / 100,)

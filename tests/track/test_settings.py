@@ -109,21 +109,3 @@ def test_runs_and_files_hide_secrets(tmp_path: Path) -> None:
         text = path.read_text()
         assert "-secret" not in text, path
         assert TOKEN not in text, path
-
-
-def test_former_statements_become_empty() -> None:
-    record = fake_record()
-    observed = record.trials[0].telemetry["precision"]
-    precision = {**observed, "reason": None, "observed": {}, "agrees": None}
-    trial = replace(record.trials[0], reason=None, telemetry={"precision": precision})
-    facts = runs_of(replace(record, trials=[trial]), "token")[0].facts
-    assert facts["precision_requested"] == precision["requested"]
-    empty = ("outcome_reason", "precision_reason", "precision_agrees")
-    assert [facts[name] for name in empty] == [""] * 3
-    assert facts["precision_observed"] == "nothing"
-    assert "compatibility" not in facts
-
-    facts = runs_of(replace(record, trials=[replace(trial, telemetry={})]), "token")[0].facts
-    names = ("effective", "support", "reason", "observed", "agrees")
-    assert [facts[f"precision_{name}"] for name in names] == [""] * 5, "no telemetry"
-    assert "base_precision_agrees" not in facts

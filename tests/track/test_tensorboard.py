@@ -79,12 +79,3 @@ def test_command_after_kill_repeats_no_point(tracked: TrackedStudy) -> None:
     tracked.evaluate(trial, 3)
     assert tracked.tracked("tensorboard", "--folder", str(folder))["changed"] == 1
     assert [step for step, _ in scalars(folder / "trial-0")["score"]] == [10, 20, 30]
-
-
-def test_remove_trials_of_deleted_study(tracked: TrackedStudy) -> None:
-    tracked.run("complete", "complete")
-    tracked.tracked("tensorboard")
-    folder = tracked.folder / "runs" / tracked.name / "tensorboard"
-    (folder / "notes").mkdir()
-    TensorboardTracker(folder, "another")
-    assert [path.name for path in folder.iterdir()] == ["notes"]

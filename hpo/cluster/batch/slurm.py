@@ -1,15 +1,12 @@
 """Workers as Slurm jobs: an array of batch jobs, each with one `hpo worker` on one node.
 
 The script replaces its shell by the worker, because Slurm sends the warning (`--signal=B:...`) only to the
-process of the script. Slurm requeues a job after a preemption or a node failure, but not at its time limit:
-then the worker asks for the requeue. The worker that sees the end of the study cancels the waiting jobs of
-its array.
+process of the script. A container has no Slurm commands, so there the shell stays outside, forwards the
+signals, and afterwards runs the worker's request. A container sees only mounted folders.
 
-Without a container the worker replaces the shell of the job and receives its signals. A container has no
-Slurm commands. So the shell stays outside, forwards the signals, and afterwards runs the worker's request to
-run the job again. A container sees only mounted folders.
-
-The database's URL may contain a password. A job reads it from a file that only its owner may read.
+Slurm requeues a job after a preemption or a node failure, but not at its time limit: then the worker asks for
+the requeue. The worker that sees the end of the study cancels the waiting jobs of its array. A job reads the
+database's URL, which may contain a password, from a file that only its owner may read.
 """
 
 from __future__ import annotations
@@ -57,14 +54,28 @@ code=$?
 [ ! -f "$HPO_SLURM_REQUESTS" ] || sh "$HPO_SLURM_REQUESTS"
 exit $code"""
 
+COMMAND_SECONDS = 60  # time limit of a Slurm command; without its server, a command retries for minutes
+# Slurm before 23.02 does not set the variable. `date` fails for a job without an end.
+_END_OF_JOB = (
+    f'[ -n "${SLURM_END}" ] || {{ end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && '
+    f'[ -n "$end" ] && export {SLURM_END}="$(date +%s --date="$end" 2>/dev/null)"; }}'
+)
+SIGNAL_LEAD = 120
+"""Seconds between the warning and the time limit of a job; `--sbatch signal=B:USR1@S` changes it."""
+_NO_REQUEUE = "no-requeue"
+_NO_REQUEUE_SET = "HPO_NO_REQUEUE"  # set in jobs without a requeue
+_ARRAY = "HPO_SLURM_ARRAY"
+"""The job's array, if all its workers are in one study. Other scripts may mix studies in an array."""
+_OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Launch:
     """The part of a job script without a study."""
 
     setup: bytes | None = None  # text of a bash script to source first
-    python: str | None = None
-    """Python interpreter. None: this process's own, or `python3` of the container."""
+    python: str | None = None  # Python interpreter; None: this process's own, or `python3` of the container
     apptainer: str | None = None  # container image for `apptainer exec`
     pyxis: str | None = None  # container image for `srun --container-image`
     mount: Sequence[str] = ()  # additional files and folders for the container
@@ -115,25 +126,6 @@ def _outermost(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in unique if not unique.keys() & {*path.parents}]
 
 
-COMMAND_SECONDS = 60
-"""Time limit of a Slurm command. Without its server, a command retries for minutes."""
-
-# Slurm before 23.02 does not set the variable. `date` fails for a job without an end.
-_END_OF_JOB = (
-    f'[ -n "${SLURM_END}" ] || {{ end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && '
-    f'[ -n "$end" ] && export {SLURM_END}="$(date +%s --date="$end" 2>/dev/null)"; }}'
-)
-SIGNAL_LEAD = 120
-"""Seconds between the warning and the time limit of a job; `--sbatch signal=B:USR1@S` changes it."""
-_NO_REQUEUE = "no-requeue"
-_NO_REQUEUE_SET = "HPO_NO_REQUEUE"  # set in jobs without a requeue
-_ARRAY = "HPO_SLURM_ARRAY"
-"""The job's array, if all its workers are in one study. Other scripts may mix studies in an array."""
-_OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")
-
-_logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class WorkerArray:
     """An array of jobs with workers of one study."""
@@ -145,10 +137,8 @@ class WorkerArray:
     sbatch: Mapping[str, str | bool] = field(default_factory=dict)
     """Additional sbatch options without dashes; True for an option without a value."""
     trust_remote_code: bool = False
-    code: Sequence[Code] = ()
-    """Code of the study. The jobs get a copy of each file."""
-    allow: str | None = None
-    """HPO_ALLOW of the jobs. None: sbatch passes on the current value."""
+    code: Sequence[Code] = ()  # code of the study; the jobs get a copy of each file
+    allow: str | None = None  # HPO_ALLOW of the jobs; None: sbatch passes on the current value
     launch: Launch = field(default_factory=Launch)
 
     @property

@@ -42,6 +42,25 @@ from hpo.study.store.database import URL_FROM_FILE, storage_url
 
 _INSTALLED_IN = ("lib/postgresql/*/bin", "pgsql-*/bin")  # folders under /usr on Debian and on Red Hat
 
+ROLE = DATABASE = "hpo"
+START_SECONDS = 600  # time limit of a start; after a crash the server first replays its log
+OTHER_SECONDS = 60.0  # time limit for the answer of a server that another process has started
+STOP_SECONDS = 120
+_SETTINGS = """
+# hpo: a worker has two or three connections and sends small statements.
+max_connections = 1000
+shared_buffers = 256MB
+max_parallel_workers_per_gather = 0
+jit = off
+# A worker that hangs, or whose host or network is gone, does not hold its locks for ever.
+idle_in_transaction_session_timeout = 10min
+tcp_keepalives_idle = 60
+tcp_keepalives_interval = 10
+tcp_keepalives_count = 6
+tcp_user_timeout = 60s
+"""
+"""End of the `postgresql.conf` of a new database."""
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -107,28 +126,6 @@ def _run(command: Sequence[object], **options: Any) -> subprocess.CompletedProce
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "HPO_"))}
     options = {"env": {**kept, "LC_ALL": "C"}, "cwd": "/", **options}
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
-
-
-ROLE = DATABASE = "hpo"
-START_SECONDS = 600
-"""Time limit of a start. After a crash the server first replays its log."""
-OTHER_SECONDS = 60.0  # time limit for the answer of a server that another process has started
-STOP_SECONDS = 120
-
-_SETTINGS = """
-# hpo: a worker has two or three connections and sends small statements.
-max_connections = 1000
-shared_buffers = 256MB
-max_parallel_workers_per_gather = 0
-jit = off
-# A worker that hangs, or whose host or network is gone, does not hold its locks for ever.
-idle_in_transaction_session_timeout = 10min
-tcp_keepalives_idle = 60
-tcp_keepalives_interval = 10
-tcp_keepalives_count = 6
-tcp_user_timeout = 60s
-"""
-"""End of the `postgresql.conf` of a new database."""
 
 
 @dataclass(frozen=True)

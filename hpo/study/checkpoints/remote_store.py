@@ -2,13 +2,12 @@
 
 `checkpoint.location` of a study names it, and fsspec reads and writes it:
 
-    <location>/.hpo-artifacts               made together with the study
+    <location>/.hpo-artifacts               made together with the study; missing if the contents are lost
     <location>/checkpoints-1a2b3c4d/trial-00000/step-00000120-9f8e7d6c5b4a/
         model.safetensors, state.pt
 
 A checkpoint with both files is complete. Its name ends in a digest of the resume key, so a trial finds only
-checkpoints for its own key. A bucket that lost its contents has no `.hpo-artifacts`. A failed upload is a
-problem of the trial, which continues; the next upload brings the missing checkpoint.
+checkpoints for its own key. After a failed upload the trial continues; the next one brings the checkpoint.
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ from hpo.study.store.optuna_internals import read_trials
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, num_begun, num_open
 
+DEATH_CHECK_SECONDS = 1.0
+"""Time between two checks for dead workers. With many workers, each checks less often."""
+DEATH_CHECKS_AT_ONCE = 8
+"""Number of workers that check per `DEATH_CHECK_SECONDS`, so that the cost stays linear in the workers."""
+
 
 def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
     """Return the parameters of a trial, including fixed ones before their suggestion."""
@@ -58,11 +63,6 @@ class Runnable:
 
 
 EVERYTHING = Runnable()
-
-DEATH_CHECK_SECONDS = 1.0
-"""Time between two checks for dead workers. With many workers, each checks less often."""
-DEATH_CHECKS_AT_ONCE = 8
-"""Number of workers that check per `DEATH_CHECK_SECONDS`, so that the cost stays linear in the workers."""
 
 
 @dataclass

@@ -30,6 +30,8 @@ from hpo.training.metrics import RowStatistics
 
 _logger = logging.getLogger(__name__)
 
+_SPARSE = ("data", "indices", "indptr", "shape")
+
 
 def read_detailed_evaluations(
     connection: sa.Connection, name: str
@@ -78,9 +80,6 @@ def store_detailed_evaluation(
         connection.execute(sa.insert(table).values(**key, document=text, created=storage.now))
 
     storage.write(store)
-
-
-_SPARSE = ("data", "indices", "indptr", "shape")
 
 
 def store_row_statistics(

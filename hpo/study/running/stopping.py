@@ -44,12 +44,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 SLURM_END = "SLURM_JOB_END_TIME"
 
-_LONGEST_WAIT = 60.0
-"""Seconds between two readings of the clock. Somebody may set it meanwhile."""
+_LONGEST_WAIT = 60.0  # seconds between two readings of the clock; somebody may set it meanwhile
 
 _logger = logging.getLogger(__name__)
 
 Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed"]
+
+TIMES_SLOWEST = 20
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,7 @@ class Stop(threading.Event):
         super().__init__()
         self.until = until
         self.reason = ""
-        self.signal: signal.Signals | None = None
-        """The signal; None: the time, or the parent process."""
+        self.signal: signal.Signals | None = None  # the signal; None: the time, or the parent process
         self.deadline = time.monotonic() + (timeout or math.inf)
         """No trial begins after this, by the monotonic clock."""
         self.can_checkpoint = False
@@ -222,10 +223,6 @@ def parse_time(text: str) -> float:
     if end <= now:
         raise InputError(f"--until must lie ahead, but got {text}, and it is {now:%Y-%m-%dT%H:%M} here.")
     return end.timestamp()
-
-
-TIMES_SLOWEST = 20
-_POLL_SECONDS = 1.0
 
 
 class Pace:

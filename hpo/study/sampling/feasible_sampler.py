@@ -37,6 +37,15 @@ MIN_INFEASIBLE_TRIALS = 3  # number of infeasible trials, without a feasible one
 
 Choice = tuple[str, Any]
 
+RETRIED_SHARE = 0.05
+"""Avoided choices are still tried in this share of the trials: the failures may have another cause."""
+UNPROVEN_SHARE = 0.1
+"""A precision without a COMPLETE trial gets this share of the trials, once another precision has one."""
+CHANGES_TRIED = 20
+"""Number of random changes of one setting of a repeated configuration, then of two, and so on."""
+ENUMERATED = 2000  # largest space (in configurations) for a search until the last untried one
+Configuration = frozenset[tuple[str, str]]  # the settings of a trial with their values as text
+
 
 class _Failure(NamedTuple):
     suspects: tuple[Choice, ...]
@@ -50,12 +59,10 @@ class Failures:
 
     def __init__(self) -> None:
         self._failures: Counter[_Failure] = Counter()
-        self.completed: set[Choice] = set()
-        """Choices of COMPLETE trials."""
+        self.completed: set[Choice] = set()  # choices of COMPLETE trials
         self._reached: dict[Choice, float] = {}
         self.num_trials = 0
-        self.num_tried: Counter[Choice] = Counter()
-        """Number of ended trials with each choice."""
+        self.num_tried: Counter[Choice] = Counter()  # number of ended trials with each choice
 
     def add_ended(self, trial: FrozenTrial) -> None:
         """Add an ended trial. A FAILed trial does not count."""
@@ -143,20 +150,6 @@ def _blame(counts: Iterable[tuple[dict[Choice, int], int]]) -> Choice | None:
             total[choice] += number * weight
     blamed = max(total, key=lambda choice: (total[choice], choice[0] == PRECISION), default=None)
     return blamed if blamed is not None and total[blamed] >= MIN_INFEASIBLE_TRIALS else None
-
-
-RETRIED_SHARE = 0.05
-"""Avoided choices are still tried in this share of the trials: the failures may have another cause."""
-
-UNPROVEN_SHARE = 0.1
-"""A precision without a COMPLETE trial gets this share of the trials, once another precision has one."""
-
-CHANGES_TRIED = 20
-"""Number of random changes of one setting of a repeated configuration, then of two, and so on."""
-
-ENUMERATED = 2000  # largest space (in configurations) for a search until the last untried one
-
-Configuration = frozenset[tuple[str, str]]  # the settings of a trial with their values as text
 
 
 class InfeasibleFilterSampler(WrapperSampler):

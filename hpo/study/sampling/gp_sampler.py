@@ -1,8 +1,8 @@
 """A view of a study for Optuna's Gaussian process, which uses only COMPLETE trials.
 
-Without it, the process would propose infeasible configurations again and again, and learn nothing from pruned
-trials. The view shows these trials as COMPLETE, with substitute values. TPE has the same view with several
-objectives, because it takes all PRUNED trials for equally good then.
+The view shows infeasible and pruned trials as COMPLETE, with substitute values: otherwise the process would
+propose infeasible configurations again and again. TPE has the same view with several objectives, because it
+takes all PRUNED trials for equally good then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Points: the configurations of a grid or of a comparison, in their order of use.
 
-A point is chosen in the transaction that makes its trial: the first point with the fewest trials, among the
-points for the worker's device. So workers share the points without a sampler.
+A point is chosen in the transaction that makes its trial: the first one with the fewest trials, among the
+points for the worker's device.
 """
 
 from __future__ import annotations

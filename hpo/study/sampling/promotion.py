@@ -98,8 +98,7 @@ class Promotion:
     reduction_factor: int
     keep: int
     directions: tuple[str, ...]  # `minimize` or `maximize`, for each objective
-    num_trials: int
-    """Trials of the study. A rung is not used if all of them would be promoted."""
+    num_trials: int  # trials of the study; a rung is not used if all of them would be promoted
 
     def pauses_at(self, budget_used: float, resumed_at: float) -> float | None:
         """Return the rung for a pause, later than the one of the last continuation; None: the trial

@@ -1,14 +1,10 @@
 """Connections to SQLite and PostgreSQL. No call waits forever, however the network fails.
 
-A connection to PostgreSQL gives no error by itself if its other end vanishes silently. Three bounds help:
-
-- The client's kernel asks for a sign of life (TCP keepalives) and waits for an acknowledgement for
-  `tcp_user_timeout`.
-- The client waits for an answer for `ANSWER_SECONDS`. A proxy may acknowledge a message and not deliver it.
-- The server ends a transaction whose client is silent for `IDLE_SECONDS`, and frees its locks.
-
-The last bound is set in each transaction. A setting of the session would stay with the server connection, and
-a pooler such as PgBouncer gives that connection to other programs too.
+A connection to PostgreSQL gives no error by itself if its other end vanishes silently. The client's kernel
+asks for a sign of life (TCP keepalives, `tcp_user_timeout`). The client waits for an answer for
+`ANSWER_SECONDS`, because a proxy may acknowledge a message and not deliver it. The server ends a transaction
+whose client is silent for `IDLE_SECONDS`, and frees its locks. This is set in each transaction: a pooler such
+as PgBouncer gives the server connection, with the settings of its session, to other programs too.
 """
 
 from __future__ import annotations

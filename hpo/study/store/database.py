@@ -1,9 +1,7 @@
 """URLs of databases, and connections to them.
 
-SQLite and PostgreSQL use one path: SQLAlchemy. A URL holds a password, so every message redacts it.
-
-SQLite's locks and the shared memory of its write-ahead log do not reach over a network
-(https://www.sqlite.org/wal.html, https://www.sqlite.org/useovernet.html). Two hosts that write to one file
+A URL holds a password, so every message redacts it. SQLite's locks do not reach over a network
+(https://www.sqlite.org/wal.html, https://www.sqlite.org/useovernet.html): two hosts that write to one file
 damage it sooner or later. On some network file systems, so do two processes of one host.
 """
 

@@ -1,13 +1,11 @@
 """Foreign trials of another program, and orphans: rows of deleted studies and trials.
 
 A worker inserts the claim of a trial in the transaction that begins the trial. So a begun trial without a
-claim is foreign: a plain Optuna script added it. Samplers and pruners do not see it, and it counts for
-nothing. A waiting trial is not foreign, whoever enqueued it: the next worker runs it. A trial of hpo stays
-one if another program ends it. It counts as failed, and its values are ignored.
+claim is foreign: samplers and pruners do not see it, and it counts for nothing. A waiting trial is not
+foreign, whoever enqueued it. A trial of hpo that another program ends counts as failed.
 
-SQLite checks no foreign keys. If somebody deletes a study while a process writes to one of its trials, that
-row stays. SQLite also gives ids of deleted studies and trials to new ones, which would inherit such rows.
-The dashboard and plain Optuna delete nothing from our tables.
+SQLite checks no foreign keys, so a row that is written to a deleted study stays. It also gives ids of deleted
+studies and trials to new ones, which would inherit such rows. Other programs delete nothing from our tables.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Opening of a study's database: one process creates Optuna's tables and ours, in one transaction.
 
-Optuna would create its tables in transactions of its own. Several processes that do so at once crash, and its
-version check asks for a second connection inside a transaction. So both are done here.
-
-The lock of a whole database lives as long as a transaction: PostgreSQL has advisory locks for that, and
-SQLite has one writer. All work under the lock uses its connection, because a second one could wait forever
-behind a pooler with few connections. A waiting process asks again in a new transaction.
+Optuna would create its tables in transactions of its own, in which several processes at once crash. The lock
+of a whole database lives as long as a transaction: PostgreSQL has advisory locks for that, and SQLite has one
+writer. All work under the lock uses its connection, because a second one could wait forever behind a pooler
+with few connections. A waiting process asks again in a new transaction.
 """
 
 from __future__ import annotations

@@ -52,8 +52,7 @@ user_attributes = _named["trial_user_attributes"]
 system_attributes = _named["trial_system_attributes"]
 intermediate_values = _named["trial_intermediate_values"]
 
-REVISION = "v3.2.0.a"
-"""Version of these tables. For any other version, Optuna checks its tables at opening."""
+REVISION = "v3.2.0.a"  # version of these tables; for any other version, Optuna checks its tables at opening
 ENDED_OUTSIDE = "somebody ended it outside of hpo."  # reason of a trial of hpo after another program ended it
 _FEW = 1000  # values that a statement of any database can hold
 

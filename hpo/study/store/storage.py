@@ -41,6 +41,11 @@ from hpo.study.store.schema import claims, compat, studies, workers
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+TOKEN_ATTR = "hpo:token"
+"""System attribute of a study: distinguishes it from a deleted study of the same name."""
+COMPARISON_ATTR = "comparison:"  # prefix of a study's user attributes with results of `hpo compare`
+
 
 class Availability:
     def __init__(self) -> None:
@@ -83,13 +88,6 @@ class Availability:
     def _forget_after_gap(self, longest_gap: float) -> None:
         if time.monotonic() - self._last_answer > longest_gap:
             self._watched.clear()
-
-
-T = TypeVar("T")
-
-TOKEN_ATTR = "hpo:token"
-"""System attribute of a study: distinguishes it from a deleted study of the same name."""
-COMPARISON_ATTR = "comparison:"  # prefix of a study's user attributes with results of `hpo compare`
 
 
 def _in_optuna() -> sa.ColumnElement[bool]:

@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 import pytest
-from support.command_line import ROOT, hpo_command, ok, refused
-from support.postgres import PASSWORD, PostgresServer
-from support.readme import CLUSTER
+from support.command_line import hpo_command, ok, refused
+from support.postgres import PASSWORD
 from support.slurm import SlurmCluster
 from support.tiny import write_study
 
@@ -151,45 +150,3 @@ class TestRealSlurm:
         slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED", "CANCELLED"}, 120)
         with open_storage(postgres_url) as storage:
             assert storage.trial_counts("tiny")["done"] == 2
-
-    def test_commands_of_cluster_guide(self, slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
-        """Run them unchanged, but with a smaller study and less memory."""
-        del postgres_server
-        folder = slurm.folder / "work"
-        (folder / "studies").mkdir(parents=True)
-        write_study(folder / "studies").rename(folder / "studies" / "smoke.yaml")
-        text = (folder / "studies" / "smoke.yaml").read_text().replace("name: tiny", "name: smoke")
-        (folder / "studies" / "smoke.yaml").write_text(text)
-        section = CLUSTER.read_text().split("## On a cluster")[1].split("\n## ")[0]
-        blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
-        lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
-        replaced = {"PARTITION": "low", "8G": "1500M"}
-        run: list[str] = []
-        storage: tuple[str, ...] = ()
-        for line in lines:
-            match [replaced.get(argument, argument) for argument in line]:
-                case ["export", setting]:
-                    storage = ("--storage", setting.removeprefix("HPO_STORAGE="))
-                case ["sbatch", *options, command]:
-                    python = f"env PYTHONPATH={ROOT} {sys.executable} -m hpo"
-                    command = command.replace(".venv/bin/hpo", python)
-                    slurm.run("sbatch", f"--chdir={folder}", *options, command)
-                case [".venv/bin/hpo", "database", "status"]:
-                    slurm.wait(lambda: hpo_command(folder, "database", "status").exit_code == 0)
-                case [".venv/bin/hpo", "submit", *options]:
-                    ok(hpo_command(folder, "submit", *options))
-                case [".venv/bin/hpo", *command]:
-                    ok(hpo_command(folder, *command, *storage))
-                    run.append(command[0])
-                case ["squeue", *_]:
-                    assert "hpo-database" in slurm.run(" ".join(line), "--format=%j")
-                    slurm.wait(lambda: not slurm.run("squeue --noheader --name=hpo-smoke"), 120)
-                case ["scancel", *_]:
-                    slurm.run(" ".join(line))
-                    slurm.wait(lambda: not slurm.run("squeue --noheader"))
-                case [*other]:
-                    assert other[:1] in ([], ["tail"])
-        assert run == ["status", "report"]
-        assert (folder / "runs/smoke/report/report.html").exists()
-        log = (folder / "runs/postgres/data/server.log").read_text()
-        assert "database system is shut down" in log, "Slurm's SIGTERM ends it in order"

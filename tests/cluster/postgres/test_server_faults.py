@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import fcntl
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +58,6 @@ def test_folder_with_other_files_is_refused(new_server: PostgresServer) -> None:
     (new_server.folder / "thesis.tex").write_text("years")
     assert "must be empty or made by `hpo database start`, but it has thesis.tex" in refusal(new_server)
     assert (new_server.folder / "thesis.tex").read_text() == "years"
-
-
-def test_used_port_is_refused_or_replaced(server: PostgresServer) -> None:
-    first = server.start()
-    server.stop()
-    port = int(sa.make_url(first.url).port or 0)
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        assert "Address already in use" in refusal(server, port=port)
-        assert sa.make_url(server.start().url).port != port, "without --port any free port will do"
 
 
 def test_server_on_another_host(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
