@@ -59,7 +59,7 @@ def test_names_and_ranges() -> None:
         for value in values:
             with pytest.raises(ValidationError, match=key):
                 AmpConfig.model_validate({key: value})
-    AmpConfig(backoff_factor=0.99, memory_fraction=1, max_fp32_fallbacks=0)
+    AmpConfig(growth_factor=1.5, backoff_factor=0.99, memory_fraction=1, max_fp32_fallbacks=0)
 
 
 @pytest.mark.parametrize(
