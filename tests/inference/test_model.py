@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.every_kind import write_every_kind
+from support.every_kind import every_kind_executor
 from support.tiny import CPU
 
 import hpo
-from hpo.config.resolved_study import resolve_study
-from hpo.config.study_config import load_study
 from hpo.config.trial_config import build_trial_config
 from hpo.errors import DataError, RunError
 from hpo.inference import model as inference
@@ -48,9 +46,7 @@ class Exported:
 
 
 def make_export(folder: Path, *, pairs: bool) -> Exported:
-    study = load_study(write_every_kind(folder, pairs=pairs))
-    executor = Executor(resolve_study(study, CPU), folder / "runs")
-    params = {"learning_rate": 5e-3}
+    executor, params = every_kind_executor(folder, pairs=pairs), {"learning_rate": 5e-3}
     result = executor.run(params, folder / "trial", "test")
     assert result.outcome == "complete", result.traceback
     source = StoredTrial(0, params, result.telemetry)

@@ -74,3 +74,11 @@ def test_missing_packages(folder: Path, model: TrainedModel, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ModelError, match=r"needs onnxscript, .*make install EXTRAS=onnx`"):
         export_onnx(model, folder / "other")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "hpo.json", "tokenizer.json"])
+def test_torn_file_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    file = copied(folder, tmp_path, checksums={}) / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ModelError, match=str(file.parent)):
+        hpo.load(file.parent)

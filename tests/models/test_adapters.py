@@ -9,15 +9,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.command_line import hpo_command, ok
-from support.every_kind import TASKS, WINDOWS, write_every_kind
+from support.every_kind import TASKS, WINDOWS, every_kind_executor, write_every_kind
 from support.resumed_trials import check_resume_is_exact, run_trial, weights_of
-from support.tiny import CPU, tiny_executor
+from support.tiny import tiny_executor
 from support.tiny_encoders import BERT, DECODERS, FAMILIES, save_encoder
 from transformers import AutoModel
 
 import hpo
-from hpo.config.resolved_study import resolve_study
-from hpo.config.study_config import load_study
 from hpo.errors import ModelError, RunError
 from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
@@ -36,8 +34,7 @@ def executor_of(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:
     """Return the executor of a study with every kind of task."""
     training = {**WINDOWS, "max_steps": 12, **LORA, **training}
     changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}, "search_space": {}}
-    path = write_every_kind(folder, model={"encoder": encoder}, **changes)
-    return Executor(resolve_study(load_study(path), CPU), folder)
+    return every_kind_executor(folder, model={"encoder": encoder}, **changes)
 
 
 def trained_on(folder: Path, encoder: Any = BERT, **training: Any) -> Executor:

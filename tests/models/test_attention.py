@@ -85,14 +85,10 @@ def test_large_scores_do_not_overflow_in_fp16(drawn: list[Tensor]) -> None:
 )
 def test_other_cases_run_pytorch(case: str, kernel_calls: list[float]) -> None:
     (query, key, value), mask = inputs()
-    masks = {
-        "another mask": mask.contiguous(),
-        "padding in front": mask.flip(-1)[:, :, :1].expand_as(mask),
-        "one mask for all": mask[1:2],
-    }
-    mask = masks.get(case, mask)
+    front = mask.flip(-1)[:, :, :1].expand_as(mask)
+    others = {"another mask": mask.contiguous(), "padding in front": front, "one mask for all": mask[1:2]}
+    mask, dropout = others.get(case, mask), 0.0 if case == "no dropout" else P
     layer: Any = SimpleNamespace(is_causal=case == "causal")
-    dropout = 0.0 if case == "no dropout" else P
     options = {"is_causal": False} if case == "an option" else {}
     torch.manual_seed(5)
     output, _ = attention_forward(layer, query, key, value, mask, dropout=dropout, scaling=0.3, **options)

@@ -33,10 +33,9 @@ def train(model: MultitaskModel, name: str) -> list[float]:
     """Train with clipping, a schedule and one step that the loss scaler skips."""
     rate = 0.05 if name == "sgd" else 0.01
     optimizer: Any = build_optimizer(name, parameter_groups(model, learning_rate=rate, weight_decay=0.1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler, generator = torch.amp.GradScaler("cpu", init_scale=4.0), torch.Generator().manual_seed(0)
     losses = []
     for step in range(NUM_STEPS):
-        generator = torch.Generator().manual_seed(step)
         ids_BL = torch.from_numpy(USED)[torch.randint(len(USED), (4, 8), generator=generator)]
         set_learning_rate(optimizer, schedule_factor("linear", step / NUM_STEPS))
         optimizer.zero_grad()

@@ -6,20 +6,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.every_kind import WINDOWS, write_every_kind
+from support.every_kind import WINDOWS, every_kind_executor
 from support.resumed_trials import check_resume_is_exact
-from support.tiny import CPU, TinyEncoder
+from support.tiny import TinyEncoder
 from support.tiny_encoders import BERT, DECODERS, FAMILIES, KIND_TASKS, LABEL, family_encoder, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpo.config.resolved_study import resolve_study
-from hpo.config.study_config import load_study
 from hpo.errors import ModelError
 from hpo.models.encoder import is_causal, load_encoder, load_tokenizer
 from hpo.models.multitask import pool_last
 from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
-from hpo.trial.executor import Executor
 
 IDS_L = torch.arange(1, 13)
 
@@ -70,8 +67,8 @@ def test_every_kind_of_task_trains_and_resumes_bit_for_bit(
 ) -> None:
     training = {**WINDOWS, "max_steps": 8, "gradient_checkpointing": True, "pooling": "last"}
     changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}}
-    path = write_every_kind(tmp_path, model={"encoder": DECODERS[name]}, search_space={}, **changes)
-    executor = Executor(resolve_study(load_study(path), CPU), tmp_path / "runs")
+    changes |= {"model": {"encoder": DECODERS[name]}, "search_space": {}}
+    executor = every_kind_executor(tmp_path, **changes)
     executor.check_study()
     assert "sees only the text before it, but reason, places, evidence, name may need" in caplog.text
     assert "The first token, where `no answer` is marked, knows nothing of the text." in caplog.text

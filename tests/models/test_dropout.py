@@ -37,6 +37,7 @@ def test_gradients_follow_the_kept_values(dtype: torch.dtype) -> None:
     assert dropped.dtype == dtype
     kept = dropped != 0
     assert 0.2 < 1 - float(kept.float().mean()) < 0.3
+    assert torch.equal(BitDropout(0.25).eval()(values), values)
     torch.testing.assert_close(dropped[kept], (values / 0.75)[kept], rtol=1e-2, atol=0)
     dropped.sum().backward()
     expected = torch.where(kept, 1 / 0.75, 0.0).to(dtype)

@@ -53,6 +53,7 @@ def test_backend_flags_and_their_older_names(name: str, tf32: bool) -> None:
 def test_limits_of_fp32_fallbacks() -> None:
     """They hold for an epoch. A repeated step counts its fallbacks once."""
     amp = mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
+    assert amp.state_dict()["epoch_fallbacks"] == 0
     for _ in range(3):
         amp.start_epoch()
         for _ in range(3):

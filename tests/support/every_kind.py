@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hpo.config.resolved_study import resolve_study
+from hpo.config.study_config import load_study
+from hpo.trial.executor import Executor
 from support.jsonl_sets import write_set
-from support.tiny import write_study
+from support.tiny import CPU, write_study
 
 TASKS: dict[str, Any] = {
     "topic": {"kind": "single_label", "classes": ["delivery", "price", "other"]},
@@ -80,3 +83,8 @@ def write_every_kind(folder: Path, *, pairs: bool = False, **changes: Any) -> Pa
         data |= {"pair_segments": ["question", "context"]}
     defaults = {"data": data, "training": WINDOWS, "amp": {"preset": "basic"}, "n_trials": 1}
     return write_study(folder, **{**defaults, "checkpoint": {"top_k": 1}, **changes})
+
+
+def every_kind_executor(folder: Path, **changes: Any) -> Executor:
+    study = load_study(write_every_kind(folder, **changes))
+    return Executor(resolve_study(study, CPU), folder / "runs")

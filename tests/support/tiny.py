@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,3 +184,19 @@ def tiny_measurement(
         build_reference=None,
     )
     return measure(parts, batch)
+
+
+class CompatCache:
+    """A compatibility cache of JSON, as in a database. It may be killed at a write."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, str] = {}
+        self.killed_at: int | None = None
+
+    def get_compat(self, key: str) -> Any:
+        return json.loads(self.stored.get(key, "null"))
+
+    def put_compat(self, key: str, result: Any) -> Any:
+        if len(self.stored) == self.killed_at:
+            raise KeyboardInterrupt
+        return json.loads(self.stored.setdefault(key, json.dumps(result)))

@@ -1,46 +1,39 @@
-"""The training loop against a plain loop and plain transformers; budgets, evaluations, clocks and seeds."""
+"""The training loop against a plain loop; budgets, evaluations, clocks and seeds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import deepcopy
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.tiny import (
     CPU,
     CPU_PRECISIONS,
     EMULATED,
-    ENCODER,
     overflow_in_reduced_precision,
-    tiny_executor,
     tiny_model,
     tiny_study,
 )
-from support.tiny_loop import accumulate, amp_of, config_of, train_for
+from support.tiny_loop import accumulate, config_of, train_for
 from torch import Tensor, nn
-from transformers import AutoModel
 
 from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
-from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
-from hpo.precision.table import PRECISIONS, Resolution
+from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import step_seed
 from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
 from hpo.training.budget import Budget, TrainState
-from hpo.training.loop import Learner, accumulate_gradients
 from hpo.training.losses import count_items, loss_sum
 from hpo.training.throughput import CompileClock, ThroughputMeter, TrainingClock
 from hpo.trial.executor import Executor
-from hpo.trial.parts import assemble, training_args
+from hpo.trial.parts import training_args
 
 
 def test_fp32_fallback_without_tf32() -> None:
@@ -118,59 +111,6 @@ def test_losses_equal_a_plain_loop(executor: Executor, name: str) -> None:
     assert len(ours) == 6
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
     assert ours == pytest.approx(plain, rel=1e-5 if name == "fp32" else 2e-3)
-
-
-@pytest.mark.parametrize(
-    ("encoder", "micro_batch_size"), [("minilm", 5), (ENCODER, 16)], ids=["minilm", "fresh"]
-)
-def test_loss_and_gradients_equal_plain_transformers(
-    encoder: Any, micro_batch_size: int, tmp_path: Path
-) -> None:
-    """In fp32 without dropout, our attention, embedding table and padding change nothing.
-
-    The plain model has eager attention and the whole embedding table; all its texts have `max_length`.
-    """
-    executor = tiny_executor(tmp_path, model={"encoder": encoder})
-    executor.loader.tasks = tuple(task for task in executor.tasks if task.level == "sequence")
-    nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
-    config = config_of(executor, **nothing, max_length=64, batch_size=16)
-    split, tokenizer = executor.loader.tokens("train", config), executor.loader.tokenizer(config)
-    parts = assemble(executor.study, config, Resolution("fp32", "fp32", "native"), executor.loader)
-    model = parts.model.train()
-    for head in model.heads:  # larger than at their start, so that the encoder's gradients are not tiny
-        nn.init.normal_(head[-1].weight, std=0.2)
-    assert model.encoder.config._attn_implementation == "hpo_sdpa"
-    plain = deepcopy(model)
-    plain.encoder = AutoModel.from_config(deepcopy(model.encoder.config), attn_implementation="eager")
-    plain.encoder.load_state_dict(model.encoder.state_dict())
-
-    windows = np.argsort(split.lengths_W, kind="stable")[:16]
-    compact_vocabulary(model, "adamw", split.used_ids)
-    embedding: Any = model.encoder.get_input_embeddings()
-    assert isinstance(embedding, CompactEmbedding)
-    batch = collate(split, windows, model.tasks, parts.data.pad_id)
-    assert batch.input_ids_BL.shape[1] < 64
-    texts = [split.examples[int(split.window_example_W[w])].text for w in batch.windows_B]
-    padding = {"truncation": True, "max_length": 64, "padding": "max_length"}
-    inputs = tokenizer(texts, **padding, return_tensors="pt")
-    logits = plain(inputs["input_ids"], inputs["attention_mask"])
-    plain_loss = parts.loss_fn(logits, batch, parts.loss_fn.count(batch), 1.0)
-    plain_loss.backward()
-    state = TrainState(micro_batch_size=micro_batch_size)
-    loss = accumulate_gradients(Learner(model, parts.loss_fn, amp_of("fp32")), batch, config.seed, state)
-
-    assert float(loss) == pytest.approx(plain_loss.item(), rel=1e-5)
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    name = "encoder.embeddings.word_embeddings.weight"
-    used_rows = expected[name][embedding.used_ids]
-    assert expected[name].count_nonzero() == used_rows.count_nonzero(), "the other rows have no gradient"
-    expected[name] = torch.cat([used_rows, used_rows.new_zeros(1, used_rows.shape[1])])
-    largest = max(float(grad.abs().max()) for grad in expected.values())
-    assert largest > 0.1
-    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert ours.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 def evenly(count: int) -> tuple[Fraction, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED, tiny_executor, tiny_model
+from support.tiny import CPU, EMULATED, CompatCache, tiny_executor, tiny_model
 from support.tiny_loop import accumulate
 from torch import Tensor
 from transformers import AttentionInterface
@@ -96,20 +95,6 @@ def test_cache_key_has_every_condition(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(set(keys)) == len(keys)
 
 
-class Cache:
-    """A compatibility cache of JSON, as in a database."""
-
-    def __init__(self) -> None:
-        self.stored: dict[str, str] = {}
-
-    def get_compat(self, key: str) -> Any:
-        return json.loads(self.stored.get(key, "null"))
-
-    def put_compat(self, key: str, result: Any) -> Any:
-        self.stored[key] = json.dumps(result)
-        return result
-
-
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as FlashAttention's: in fp16 and bf16 alone, and zero behind the end of a text."""
@@ -170,7 +155,7 @@ def test_repeat_counts_only_if_fp32_is_finite(name: str) -> None:
 
 
 def test_only_whole_measurements_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor, cache = tiny_executor(tmp_path), Cache()
+    executor, cache = tiny_executor(tmp_path), CompatCache()
     alone = Measurement("fp32", reference_fits=False)
     with monkeypatch.context() as patch:
         patch.setattr("hpo.trial.compat.measure", lambda *_: alone)

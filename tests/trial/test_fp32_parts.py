@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import tiny_executor, tiny_study
+from support.tiny import tiny_executor
 
-from hpo.errors import Incompatible, ModelError, StudyFileError
+from hpo.errors import Incompatible, ModelError
 from hpo.outcome import Outcome, TrialResult
 from hpo.trial.compat import cache_key
 from hpo.trial.executor import Executor
@@ -18,9 +18,6 @@ from hpo.trial.run import checkpoint_key
 
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 PARTS = {"type": "categorical", "choices": [[], ["heads"], ["layers.0", "heads"]]}
-
-
-BOTH = {"fp32_parts": PARTS, "fp_precision": {"type": "categorical", "choices": ["bf16", "bf16-true"]}}
 
 
 def executor_of(folder: Path, **training: Any) -> Executor:
@@ -65,19 +62,6 @@ def test_comparison_leaves_out_parts_without_fp32_weights(tmp_path: Path) -> Non
     parts = build_trial(resolved, low, executor.loader, lambda **facts: noted.update(facts))
     assert parts.config.fp32_parts == noted["fp32_parts"]["resolved"] == ()
     assert [*noted["fp32_parts"]["requested"]] == ["heads"]
-
-
-@pytest.mark.parametrize(
-    ("training", "space", "message"),
-    [
-        ({"fp32_parts": "heads"}, {}, "training.fp32_parts: must be `auto` or a list of parts"),
-        ({}, {"fp32_parts": {**PARTS, "choices": ["heads"]}}, "must be `auto` or a list of parts"),
-        ({}, BOTH, r"search_space.fp32_parts: must be \[\] .* `when: {fp_precision: \[bf16\]}`"),
-    ],
-)
-def test_invalid_parts_in_the_study_file(tmp_path: Path, training: Any, space: Any, message: str) -> None:
-    with pytest.raises(StudyFileError, match=message):
-        tiny_study(tmp_path, training=TRAINING | training, search_space=space)
 
 
 def test_searched_parts_belong_to_their_encoder(tmp_path: Path) -> None:

@@ -124,3 +124,11 @@ def test_loss_scale_backs_off_until_gradients_are_finite() -> None:
     assert 1 < usable < 2.0**40
     above = check(None, "fp16", init_scale=2 * usable, min_scale=2 * usable)
     assert above.measurement.nonfinite == "gradients"
+
+
+def test_dropout_rate_held_as_a_number_is_off() -> None:
+    layer: Any = Extra(lambda dense, x: nn.functional.dropout(dense(x), layer.dropout, layer.training))
+    layer.dropout = 0.5
+    found = check(Broken(layer), "fp32")
+    assert set(found.measurement.logits_relative_error.values()) == {0.0}
+    assert (found.verdict, layer.dropout, layer.training) == ("ok", 0.5, True)

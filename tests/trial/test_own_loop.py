@@ -221,11 +221,7 @@ class Changing(nn.Linear):
 def net():
     return nn.Sequential(Changing(4, 2))
 """
-
-
 PREPARE = "    amp = run.prepare("
-
-
 COMPILE = "    model.compile(backend='eager')\n"
 
 

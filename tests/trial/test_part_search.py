@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import CPU, ENCODER, altered_executor
+from support.tiny import CPU, ENCODER, CompatCache, altered_executor
 
 import hpo
 from hpo.inference import model as inference
@@ -22,7 +23,7 @@ from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
 from hpo.trial.part_search import CheckedSets, FoundParts, find_parts, search
 from hpo.trial.parts import build_trial
-from hpo.trial.telemetry import StoredTrial
+from hpo.trial.telemetry import Callbacks, StoredTrial
 
 LETTERS = "abcdefgh"
 TRAINING = {"max_steps": 2, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -138,24 +139,8 @@ def test_export_has_the_parts(trained: Trained, tmp_path: Path, monkeypatch: pyt
         assert [*float32_modules(model.network)] == parts
 
 
-class Cache:
-    """A compatibility cache with a kill at one of its writes."""
-
-    def __init__(self) -> None:
-        self.results: dict[str, Any] = {}
-        self.killed_at: int | None = None
-
-    def get_compat(self, key: str) -> Any:
-        return self.results.get(key)
-
-    def put_compat(self, key: str, result: Any) -> Any:
-        if len(self.results) == self.killed_at:
-            raise KeyboardInterrupt
-        return self.results.setdefault(key, result)
-
-
 def test_interrupted_search_continues_from_the_cache(tmp_path: Path) -> None:
-    cache = Cache()
+    cache = CompatCache()
     cache.killed_at = 5
 
     def find() -> FoundParts:
@@ -167,6 +152,13 @@ def test_interrupted_search_continues_from_the_cache(tmp_path: Path) -> None:
     cache.killed_at = None
     found = find()
     assert found.parts == (FIRST,)
-    assert len(cache.results) == found.num_checks + 1, "the result is kept too"
-    cache.killed_at = len(cache.results)  # nothing may be written any more
+    assert len(cache.stored) == found.num_checks + 1, "the result is kept too"
+    cache.killed_at = len(cache.stored)  # nothing may be written any more
     assert find() == found
+
+
+def test_stopped_trial_leaves_the_search(tmp_path: Path) -> None:
+    executor, told = executor_of(tmp_path, FIRST), itertools.count(1)
+    executor.cache = CompatCache()
+    result = executor.run({}, None, "", Callbacks(should_stop=lambda: next(told) == 4))
+    assert (result.outcome, len(executor.cache.stored)) == (Outcome.PREEMPTED, 3)

@@ -48,11 +48,6 @@ def recorded(
     return StoredTrial(7, params, result.telemetry, evaluations=evaluations)
 
 
-@pytest.fixture(scope="module")
-def record(executor: Executor, tmp_path_factory: pytest.TempPathFactory) -> StoredTrial:
-    return recorded(executor, tmp_path_factory.mktemp("checkpoints") / "trial")
-
-
 @pytest.mark.parametrize("stop_after", [0, 4])
 def test_trial_is_reproduced(executor: Executor, tmp_path: Path, stop_after: int) -> None:
     record = recorded(executor, tmp_path / "trial", stop_after=stop_after)
@@ -67,7 +62,8 @@ def test_trial_is_reproduced(executor: Executor, tmp_path: Path, stop_after: int
     assert found.cautions == (("The trial was resumed at step 3.",) if stop_after else ())
 
 
-def test_different_bit_of_a_metric(executor: Executor, record: StoredTrial, tmp_path: Path) -> None:
+def test_different_bit_of_a_metric(executor: Executor, tmp_path: Path) -> None:
+    record = recorded(executor, tmp_path / "trial")
     step, metrics = max(record.evaluations.items())
     task, of_task = next((name, of) for name, of in metrics.items() if isinstance(of, Mapping) and of)
     name, value = next(iter(of_task.items()))

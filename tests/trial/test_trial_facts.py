@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.every_kind import WINDOWS, write_every_kind
+from support.every_kind import WINDOWS, every_kind_executor
 from support.observed_products import wide_in_training
 from support.tiny import CPU, altered_executor
 from support.tiny_encoders import BERT
@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpo.config.resolved_study import resolve_study
-from hpo.config.study_config import load_study
 from hpo.trial.compat import checked_on
-from hpo.trial.executor import Executor
 
 
 def test_trial_records_a_layer_in_another_precision(tmp_path: Path) -> None:
@@ -62,8 +59,7 @@ def test_frozen_layers_reach_the_device_in_their_stored_format(tmp_path: Path, b
     training = {**WINDOWS, "max_steps": 1, "batch_size": 2, "adapter": "lora", "base_precision": base}
     encoder = {**BERT, "type_vocab_size": 7}  # no head has as many outputs as there are types
     changes: dict[str, Any] = {"training": training, "amp": {"allow_emulated": True}, "search_space": {}}
-    study = load_study(write_every_kind(tmp_path, model={"encoder": encoder}, **changes))
-    executor = Executor(resolve_study(study, CPU), tmp_path)
+    executor = every_kind_executor(tmp_path, model={"encoder": encoder}, **changes)
     config = config_of(executor)
     modules = executor.loader.build_encoder(config).modules()
     frozen = {one.weight.shape for one in modules if isinstance(one, nn.Linear | nn.Embedding)}
