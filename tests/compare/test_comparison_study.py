@@ -139,9 +139,7 @@ def test_a_comparison_stays_on_its_kind_of_device(storage: Storage, config: Stud
     ("objective", "unlabelled"),
     [
         ({"metric": "score"}, ("tone",)),
-        ({"metric": "topic/f1_macro"}, ()),
         ([{"metric": "train_examples_per_second"}, {"metric": "topic/f1_macro"}], ()),
-        ({"metric": "peak_memory_bytes", "direction": "minimize"}, ("tone",)),
     ],
 )
 def test_tasks_of_the_objective_without_test_labels(

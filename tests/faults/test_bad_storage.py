@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from support.worker_process import study
 
 from hpo.cluster.postgres.postgres_server import certificate
 from hpo.errors import HpoError, OutageError, RunError, StorageError
-from hpo.study.store import connection as bounds
 from hpo.study.store.schema import compat
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
@@ -53,20 +51,6 @@ def test_not_a_database(tmp_path: Path) -> None:
     before = path.read_bytes()
     assert "it must be a SQLite database" in str(refusal(f"sqlite:///{path}"))
     assert path.read_bytes() == before
-
-
-def test_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "BUSY_SECONDS", 0.05)
-    path = tmp_path / "hpo.db"
-    other = sqlite3.connect(path, isolation_level=None)
-    other.execute("PRAGMA locking_mode=EXCLUSIVE")
-    other.execute("CREATE TABLE theirs (a)")
-    error = refusal(f"sqlite:///{path}")
-    other.close()
-    assert isinstance(error, RunError)
-    assert error.exit_code == 1
-    assert "another program holds it locked" in str(error)
-    open_storage(f"sqlite:///{path}").close()
 
 
 def test_read_only(sqlite_url: str, tmp_path: Path) -> None:
@@ -151,18 +135,3 @@ def test_failover_is_an_outage(postgres_server: PostgresServer, postgres_url: st
             storage.attempt(lambda: insert_compat(storage, "b"))
         server.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
         assert storage.put_compat("b", {"b": 2}) == {"b": 2}, "on a new connection"
-
-
-def test_earlier_lost_connection_is_an_outage(tmp_path: Path) -> None:
-    """Optuna repeats a failed first query in the same transaction."""
-
-    def ask_again() -> None:
-        with storage.engine.connect() as connection:
-            connection.execute(sa.text("SELECT 1"))
-            connection.invalidate()
-            connection.execute(sa.text("SELECT 1"))
-
-    with open_storage(f"sqlite:///{tmp_path}/hpo.db") as storage:
-        with pytest.raises(OutageError, match="Can't reconnect"):
-            storage.attempt(ask_again)
-        storage.put_compat("key", {"a": 1})

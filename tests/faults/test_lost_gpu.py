@@ -39,19 +39,6 @@ def test_a_lost_context_ends_the_run_and_no_trial_fails(
     assert outcomes(study) == {"complete": 3}
 
 
-def test_three_lost_contexts_in_a_row_end_the_trial_as_crashed(
-    study: hpo.Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for _ in range(3):
-        with monkeypatch.context() as patches:
-            LostGpu(patches.setattr, "step", at=1)
-            with pytest.raises(DeviceLostError):
-                study.run()
-    assert study.run().outcomes == {"crashed": 1, "complete": 2}
-    [crashed] = [trial for trial in study.record.trials if trial.outcome == "crashed"]
-    assert crashed.reason == "its process died 3 times before its first checkpoint, without progress."
-
-
 @pytest.mark.parametrize("place", [place for place in WAIT_FOR_THE_DEVICE if place != "scores on test"])
 def test_nothing_hides_a_lost_context(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

@@ -14,7 +14,6 @@ import pytest
 from support.worker_process import (
     KILL_POINTS,
     begin,
-    change_worker,
     die_at,
     evaluate,
     finish,
@@ -166,19 +165,6 @@ def test_paused_trials_of_a_cancelled_study_end_with_their_values(storage: Stora
     for trial in storage.load_study(CONFIG.name).trials:
         assert (trial.state.name, trial.value) == ("PRUNED", value(trial.params, 2))
     assert storage.is_finished(CONFIG.name)
-
-
-def test_death_between_pause_and_checkpoint_does_not_count(storage: Storage) -> None:
-    with worker_on(storage) as worker:
-        lease, trial = begin(worker)
-        trial.suggest_categorical("batch_size", list(range(1, 9)))
-        lease.pause(0.05, [0.5])
-        change_worker(storage, worker, process_start="1")
-        with worker_on(storage) as other:
-            other_lease, _ = begin(other)
-            assert other_lease.number != trial.number
-            record = read_study(storage, CONFIG.name)
-    assert record.trials[trial.number].outcome == "paused"
 
 
 def test_trial_continues_on_the_machine_with_its_checkpoint(

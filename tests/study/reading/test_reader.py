@@ -1,3 +1,5 @@
+"""A study as it looks from outside, while its trials begin and end."""
+
 from __future__ import annotations
 
 import json
@@ -10,12 +12,13 @@ import sqlalchemy as sa
 from support.detailed_documents import document, error, task_document
 from support.worker_process import begin, change_worker, result, run_trials, study, worker_on
 
-from hpo.errors import StorageError
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import _warn_once, store_detailed_evaluation
 from hpo.study.reading.overview import StudyOverview, list_studies
-from hpo.study.reading.reader import json_object, read_study
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import with_evaluation
+from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of
+from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import detailed_evaluations
 from hpo.study.store.storage import Storage, open_storage
@@ -87,12 +90,6 @@ def test_the_number_of_queries_is_constant(storage: Storage, read: Callable[[Sto
     assert counts == [counts[0]] * 3
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "3"])
-def test_damaged_json_is_one_clear_error(text: str) -> None:
-    with pytest.raises(StorageError, match="must have a JSON object"):
-        json_object(text)
-
-
 DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\0 ☃", 1.0, 2.0)])})
 
 
@@ -133,3 +130,31 @@ def test_an_unreadable_document_is_left_out_with_a_warning(
     assert why in warning
     store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
     assert read_study(storage, "tiny").trials == with_evaluation(record, 1, DOCUMENT).trials
+
+
+def numbers(progress: StudyProgress) -> tuple[list[tuple[int, list[float]]], list[int]]:
+    """The running trials by number with their last value, and the numbers of the ended ones."""
+    running = [(trial.number, list(trial.intermediate_values.values())[-1:]) for trial, _ in progress.running]
+    return running, [trial.number for trial in progress.ended]
+
+
+def test_a_trial_is_reported_at_each_pause_and_at_its_end(storage: Storage) -> None:
+    config = study(3, pruner={"name": "promote", "starts": 0.1, "keep": 1, "reduction_factor": 2})
+    promotion = promotion_of(config.pruner, config.directions, 1)
+    create_or_resume_study(storage, config.with_values(n_trials=1))
+    watch = StudyWatch(storage, config)
+    with WorkerLease(storage, storage.load_study("tiny"), max_retries=0, promotion=promotion) as worker:
+        for rung in (0.1, 0.2):
+            lease, _ = begin(worker)
+            assert numbers(watch.read()) == ([(0, [])], [])
+            lease.pause(rung, [0.5])
+            assert numbers(watch.read()) == ([(0, [])], []), "its worker writes the checkpoint"
+            worker.record_outcome(lease, result("paused"))
+            paused = watch.read()
+            assert (numbers(paused), paused.num_done) == (([], [0]), 0)
+            assert outcome_of(paused.ended[0]) == "paused"
+            assert numbers(watch.read()) == ([], [])
+        worker.record_outcome(begin(worker)[0], result("complete"))
+    last = watch.read()
+    assert (numbers(last), last.num_done) == (([], [0]), 1)
+    assert outcome_of(last.ended[0]) == "complete"
