@@ -142,3 +142,10 @@ def test_damaged_claim_is_one_clear_error(storage: Storage) -> None:
         connection.execute(sa.update(claims).values(paused_at=RUNG / 2))
     with promoting(storage) as worker, pytest.raises(StorageError, match="row in hpo_claims does not fit"):
         worker.claim()
+
+
+def test_concurrently_begun_trial_is_unfinished(storage: Storage, change_after_reading: Any) -> None:
+    with worker_on(storage, study(1)) as first, worker_on(storage, study(1)) as other:
+        change_after_reading(lambda: begin(first))
+        assert other.claim() is None
+        assert other.left == [{}], "another worker has just begun the last trial"
