@@ -44,7 +44,7 @@ def check(study: hpo.Study) -> Any:
 def verify(study: hpo.Study, **options: Any) -> Answer:
     """Check each precision on this machine: support, errors, speed and memory against fp32."""
     from hpo.device import probe_device
-    from hpo.report.best_screens import verification
+    from hpo.report.trial_screens import verification
     from hpo.trial.verify import recommendation
 
     device = probe_device(study.config.device)
@@ -73,7 +73,7 @@ def train(study: str, params: list[str], *, as_json: bool) -> Answer:
     """Run one trial without a database, and print its record."""
     from hpo.config.trial_config import parse_params
     from hpo.outcome import Outcome
-    from hpo.report.best_screens import evaluation, trial, trial_record
+    from hpo.report.trial_screens import evaluation, trial, trial_record
 
     opened = hpo.Study(study, quiet=as_json)
     metrics = [objective.metric for objective in opened.file.objective]

@@ -19,10 +19,13 @@ from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.lease import MAX_DEATHS
 from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.reader import read_study
+from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.lifecycle import set_state
+from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
-from hpo.study.store.storage import Storage
+from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 
@@ -207,6 +210,74 @@ def test_claim_with_a_lost_answer_is_made_once(
         assert (lease.number, lease.row.deaths) == (0, 0)
         assert owners(storage) == [worker.id]
         assert len(opened.trials) == 1
+
+
+def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.Study) -> None:
+    with worker_of(storage, opened) as worker:
+        zero, _ = begin(worker)
+        worker.record_outcome(zero, result("complete"))
+        one, trial = begin(worker)
+        params = suggest(study().search_space, trial)
+        worker.record_outcome(one, result("preempted"))
+    create_or_resume_study(storage, study(5))
+    with worker_of(storage, opened) as worker:
+        lease, trial = begin(worker)
+        assert lease.number == trial.number == 1
+        assert suggest(study().search_space, trial) == params
+
+
+def test_trial_ended_by_the_dashboard_does_not_run_again(storage: Storage, opened: optuna.Study) -> None:
+    with worker_of(storage, opened) as worker:
+        lease, _ = begin(worker)
+        optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, 0.9)
+        with pytest.raises(LeaseLostError, match="ended by somebody else"):
+            worker.record_outcome(lease, result("nonfinite"))
+        assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}
+        again, _ = begin(worker)
+        assert again.number == 1
+        worker.record_outcome(again, result("complete"))
+        assert worker.claim() is None
+        assert not worker.left
+
+
+def test_parameters_lost_by_the_server_are_written_again(storage: Storage, opened: optuna.Study) -> None:
+    """A failover leads to an older state."""
+    with worker_of(storage, opened) as worker:
+        lease, trial = begin(worker)
+        params = suggest(study(2).search_space, trial)
+        lease.store_params()
+        with storage.engine.begin() as connection:
+            lost = stored_params.c.param_name == "learning_rate"
+            connection.execute(sa.delete(stored_params).where(lost))
+        worker.record_outcome(lease, result("complete"))
+    assert read_study(storage, "tiny").trials[0].params == params
+
+
+def test_enqueued_trials_begin_first(storage: Storage) -> None:
+    opened = create_or_resume_study(storage, study(2))
+    opened.enqueue_trial({"learning_rate": 1e-4}, user_attrs={"memo": "asked for"})
+    with worker_of(storage, opened) as worker:
+        lease, trial = begin(worker)
+        assert suggest(study().search_space, trial)["learning_rate"] == 1e-4
+        worker.record_outcome(lease, result("complete"))
+        assert opened.trials[0].user_attrs["memo"] == "asked for"
+        assert worker.claim().number == 1
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 1}
+
+
+def test_rungs_outlive_the_worker(storage: Storage) -> None:
+    config = study(1, pruner={"name": "asha", "min_resource": 1, "reduction_factor": 2})
+    with ExitStack() as stack:
+        for index, value in ((1, 0.5), (2, 0.6), (4, 0.7)):
+            one = stack.enter_context(open_storage(storage.url))
+            opened = create_or_resume_study(one, config)
+            opened.pruner = build_pruner(config.pruner)
+            worker = stack.enter_context(worker_of(one, opened, max_retries=0))
+            assert not evaluate(one, begin(worker)[1], index, value)
+            change_worker(one, worker, process_start="1")
+        (trial,) = storage.load_study("tiny").get_trials()
+    rungs = {key: value for key, value in trial.system_attrs.items() if "rung" in key}
+    assert rungs == {"completed_rung_0": 0.5, "completed_rung_1": 0.6, "completed_rung_2": 0.7}
 
 
 def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:
