@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
@@ -72,6 +72,8 @@ class Code:
     """Absolute path, or name of the module, for other processes of this machine."""
     files: Mapping[str, bytes]
     """{path: content}."""
+    paths: set[str] = field(default_factory=set)
+    """All paths with this content. An error has the path of the file that ran."""
     added: list[_Added] | None = None
     """Its extensions; None: it has not run."""
     in_use: bool = False
@@ -120,6 +122,7 @@ def name_code(given: str, folder: Path = Path()) -> Code:
         ) from None
     known = _codes.setdefault(code.sha256, code)
     known.name, known.location, known.files = code.name, code.location, code.files
+    known.paths |= code.files.keys()
     return known
 
 
@@ -273,5 +276,5 @@ def _line_of(codes: Iterable[Code], error: BaseException) -> str | None:
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         frames.append((str(error.filename), error.lineno))
-    files = {file for code in codes for file in code.files}
+    files = {file for code in codes for file in (*code.files, *code.paths)}
     return next((f"{file}:{line}" for file, line in reversed(frames) if file in files), None)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from support.tiny import CPU, ENCODER, write_study
 from support.worker_process import study
 
 import hpo
-from hpo.code import name_code, use_code
+from hpo.code import errors_of_code, name_code, use_code
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
 from hpo.errors import InputError
@@ -140,6 +141,17 @@ def test_line_of_an_error(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_study(write(tmp_path, source))
     assert known == KINDS, "failed code adds nothing"
+
+
+def test_line_of_an_error_in_one_of_two_equal_files(tmp_path: Path) -> None:
+    """The code runs once, from the first file."""
+    source = f"{EXAMPLE}\n\ndef fail():\n    raise KeyError('a')\n"
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        load_study(write(tmp_path / name, source))
+    module = sys.modules[f"hpo_code_{hashlib.sha256(source.encode()).hexdigest()[:16]}"]
+    with pytest.raises(InputError, match=r"first/own_kind\.py:\d+: KeyError"), errors_of_code():
+        module.fail()
 
 
 def test_caches_and_checkpoints_depend_on_the_code(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.command_line import SUPPORT, hpo_command
 from support.lost_gpu import WAIT_FOR_THE_DEVICE, LostGpu
 from support.tiny import tiny_executor, write_study
 
 import hpo
 from hpo.errors import DeviceLostError
+from hpo.study.running import supervisor
 from hpo.study.store.storage import open_storage
 
 
@@ -39,6 +42,33 @@ def test_a_lost_context_ends_the_run_and_no_trial_fails(
     assert outcomes(study) == {"complete": 3}
 
 
+def test_three_lost_contexts_in_a_row_end_the_trial_as_crashed(
+    study: hpo.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        with monkeypatch.context() as patches:
+            LostGpu(patches.setattr, "step", at=1)
+            with pytest.raises(DeviceLostError):
+                study.run()
+    assert study.run().outcomes == {"crashed": 1, "complete": 2}
+    [crashed] = [trial for trial in study.record.trials if trial.outcome == "crashed"]
+    assert crashed.reason == "its process died 3 times before its first checkpoint, without progress."
+
+
+def test_a_context_lost_after_the_training_is_no_failure_of_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There its error would end the trial as `failed`: no score on test."""
+    monkeypatch.chdir(tmp_path)
+    study = hpo.Study(write_study(tmp_path, n_trials=1, evaluation={"test": True}), quiet=True)
+    gpu = LostGpu(monkeypatch.setattr, "scores on test", at=1)
+    with pytest.raises(DeviceLostError):
+        study.run()
+    assert outcomes(study) == {"preempted": 1}
+    gpu.start_new_process()
+    assert study.run().outcomes == {"complete": 1}
+
+
 @pytest.mark.parametrize("place", [place for place in WAIT_FOR_THE_DEVICE if place != "scores on test"])
 def test_nothing_hides_a_lost_context(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
@@ -53,3 +83,28 @@ def test_nothing_hides_a_lost_context(
         gpu.start_new_process()
         result = executor.run({"fp_precision": "bf16"}, tmp_path / "trial", "test")
     assert result.outcome == "complete"
+
+
+def test_a_context_lost_while_a_plan_is_measured_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_study(tmp_path, budget={"hours": 0.5}, pruner={"name": "promote", "starts": 0.1, "keep": 1})
+    LostGpu(monkeypatch.setattr, "step", at=1)
+    finished = hpo_command(tmp_path, "plan", "tiny.yaml")
+    assert (finished.exit_code, "Error: this process cannot use the" in finished.err) == (1, True)
+
+
+@pytest.mark.slow
+def test_a_supervisor_starts_another_worker(
+    study: hpo.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = str(SUPPORT / "lost_gpu.py")
+    monkeypatch.setattr(
+        supervisor, "worker_command", lambda study, *_: [sys.executable, program, "worker", study]
+    )
+    result = study.run(workers_per_device=1)
+    assert (tmp_path / "lost").exists()
+    assert (result.ended, result.exit_code, result.outcomes) == ("finished", 0, {"complete": 3})
+    [log] = tmp_path.glob("runs/tiny/worker-*.log")
+    assert log.read_text().count("--- a worker starts") == 2
+    assert "Error: " in log.read_text()

@@ -85,3 +85,18 @@ def test_sigterm_stops_all_ranks(tmp_path: Path) -> None:
 
 def checkpoints(folder: Path) -> Sequence[Path]:
     return list(folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*"))
+
+
+def test_a_study_is_run_by_two_ranks_and_each_failure_is_one_of_its_trial(tmp_path: Path) -> None:
+    """In the first trial rank 1 gets NaN, in the second it runs out of memory; the third is as if there had
+    been no other."""
+    write(tmp_path, n_trials=3)
+    finished = ok(finish_all(run_with_faults(tmp_path, "nan,memory", rank=1), 240))
+    record = stored(tmp_path)
+    assert [trial.outcome for trial in record.trials] == ["nonfinite", "oom", "complete"]
+    assert finished.json["outcomes"] == {"nonfinite": 1, "oom": 1, "complete": 1}
+    _, memory, complete = record.trials
+    assert "rank 1 ran out of memory" in memory.reason
+    assert complete.telemetry["num_ranks"] == 2
+    assert len(record.workers) == 1, "the second rank is no worker"
+    assert [row.step for row in complete.evaluations] == [4, 8, 12]

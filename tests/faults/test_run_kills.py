@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import warnings
@@ -221,3 +222,39 @@ def test_new_study_adopts_no_orphaned_trials(tmp_path: Path, database: sa.Engine
         ]
     assert keys
     assert "left" not in keys
+
+
+def test_checkpoint_before_the_end_of_a_job(tmp_path: Path) -> None:
+    write_long_study(tmp_path, 600, n_trials=1, max_steps=10**7)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    end = int(time.time()) + 25
+    left = finish(start_hpo(tmp_path, "worker", "tiny.yaml", SLURM_JOB_END_TIME=str(end)))
+    check_released(tmp_path, left)
+    assert "Told to stop: its job ends at 20" in left.err
+    (checkpoint,) = tmp_path.glob("runs/tiny/checkpoints-*/trial-00000/step-*")
+    assert checkpoint.stat().st_mtime < end
+    assert saved_steps(tmp_path)[0] > 0
+
+
+def test_supervisor_restarts_a_killed_worker_and_forwards_signals(tmp_path: Path) -> None:
+    write_long_study(tmp_path, 0.1, max_steps=10**7)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    process = start_hpo(tmp_path, "worker", "tiny", "--workers", "2")
+    wait_until(lambda: bool(saved_steps(tmp_path, 0) and saved_steps(tmp_path, 1)), process)
+    killed = next(worker for worker in stored(tmp_path).workers if worker.trial_number == 0)
+    reached = saved_steps(tmp_path, 0)[-1]
+    os.kill(killed.pid, signal.SIGKILL)
+    wait_until(
+        lambda: saved_steps(tmp_path, 0)[-1:] > [reached] and sorted(living(tmp_path)) == [0, 1], process
+    )
+    process.send_signal(signal.SIGUSR1)
+    left = finish(process)
+    check_released(tmp_path, left, n_trials=2)
+    assert "was killed by SIGKILL; it is started again (1 of at most 10 times an hour)" in left.err
+    assert len(stored(tmp_path).workers) == 3
+
+
+def living(folder: Path) -> list[int]:
+    """Return the trials of live workers."""
+    running = [worker for worker in stored(folder).workers if worker.alive]
+    return [worker.trial_number for worker in running if worker.trial_number is not None]

@@ -134,3 +134,26 @@ def test_requeue_and_cancel_job_in_container(
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
     assert [trial.outcome for trial in read(postgres_url).trials] == ["preempted"]
     check_continued(slurm, postgres_url, submit(tmp_path, postgres_url, *options))
+
+
+def test_preempted_array_keeps_paused_trials(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+    """Two of four trials continue after the first rung, and one to the end."""
+    promote = {"name": "promote", "starts": 0.2, "keep": 1, "reduction_factor": 2}
+    write_long_study(tmp_path, 0.1, n_trials=4, per_trial=5, max_seconds=8, pruner=promote)
+    options = ("--slurm", "--workers", "2", "--storage", postgres_url, "--json")
+    job = str(ok(hpo_command(tmp_path, "submit", "tiny.yaml", *options)).json["job"])
+    slurm.wait(lambda: any(trial.outcome == "paused" for trial in read(postgres_url).trials), 120)
+    preempt(slurm, job)
+    slurm.wait(lambda: "PENDING" in slurm.states(job).values())
+    slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 180)
+    record = read(postgres_url)
+    assert record.counts == {"open": 0, "running": 0, "done": 4}
+    assert {trial.state for trial in record.trials} == {"COMPLETE", "PRUNED"}
+    assert len(record.trials) == 4
+    assert any("resumed_from_step" in trial.telemetry for trial in record.trials)
+    for trial in record.trials:
+        steps = [row.step for row in trial.evaluations]
+        assert steps == sorted(set(steps)), "no repeated evaluation"
+        if (resumed_at := trial.attributes.get("resumed_at")) and trial.outcome == "complete":
+            rungs = [*trial.attributes["rungs"]]
+            assert trial.telemetry["resumed_from_step"] >= steps[rungs.index(str(resumed_at))]

@@ -316,3 +316,14 @@ def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyP
     with storage.engine.begin() as connection:
         connection.execute(sa.update(workers).values(machine="elsewhere"))
     assert not storage.has_other_workers_on("GPU-1")
+
+
+def test_lost_row_is_added_again(storage: Storage) -> None:
+    """A failover leads to an older state."""
+    with worker_on(storage, study(2)) as worker, worker_on(storage, study(2)):
+        with storage.engine.begin() as connection:
+            connection.execute(sa.delete(workers).where(workers.c.id == worker.id))
+        worker._beat_once()
+        assert (worker.id, 2) in rows(storage)
+        worker._beat_once()
+        assert len(rows(storage)) == 2

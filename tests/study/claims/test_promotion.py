@@ -14,6 +14,7 @@ import pytest
 from support.worker_process import (
     KILL_POINTS,
     begin,
+    change_worker,
     die_at,
     evaluate,
     finish,
@@ -190,3 +191,16 @@ def test_trial_continues_on_the_machine_with_its_checkpoint(
             run = train(storage, Path(os.devnull), lease.trial, lease)
             first.record_outcome(lease, run)
     assert storage.is_finished(CONFIG.name)
+
+
+def test_death_between_pause_and_checkpoint_does_not_count(storage: Storage) -> None:
+    with worker_on(storage) as worker:
+        lease, trial = begin(worker)
+        trial.suggest_categorical("batch_size", list(range(1, 9)))
+        lease.pause(0.05, [0.5])
+        change_worker(storage, worker, process_start="1")
+        with worker_on(storage) as other:
+            other_lease, _ = begin(other)
+            assert other_lease.number != trial.number
+            record = read_study(storage, CONFIG.name)
+    assert record.trials[trial.number].outcome == "paused"

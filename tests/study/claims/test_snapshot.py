@@ -13,6 +13,7 @@ from hpo.errors import StorageError
 from hpo.study.claims import snapshot
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import WorkerLease
+from hpo.study.claims.snapshot import Runnable
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import claims
@@ -149,3 +150,17 @@ def test_concurrently_begun_trial_is_unfinished(storage: Storage, change_after_r
         change_after_reading(lambda: begin(first))
         assert other.claim() is None
         assert other.left == [{}], "another worker has just begun the last trial"
+
+
+def test_dead_worker_without_a_trial_reserves_no_trial(storage: Storage) -> None:
+    """Only the dead worker could run the better trials."""
+    config = CONFIG.with_values(n_trials=4)
+    only_fp32 = Runnable(PRECISIONS, frozenset({"fp16"}))
+    pause(storage, 0.1, 0.2)
+    pause(storage, 0.8, 0.9, precision="fp16")
+    with (
+        worker_on(storage, config, promotion=PROMOTION) as dead,
+        worker_on(storage, config, promotion=PROMOTION, runnable=only_fp32) as other,
+    ):
+        change_worker(storage, dead, process_start="1")
+        assert begin(other)[0].number == 1
