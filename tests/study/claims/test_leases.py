@@ -280,6 +280,19 @@ def test_rungs_outlive_the_worker(storage: Storage) -> None:
     assert rungs == {"completed_rung_0": 0.5, "completed_rung_1": 0.6, "completed_rung_2": 0.7}
 
 
+def test_late_worker_begins_no_trial(storage: Storage, opened: optuna.Study) -> None:
+    """It has read the study before others paused it, or began its last trials."""
+    with worker_of(storage, opened) as late, worker_of(storage, opened) as other:
+        seen = late._watch.read(late.id, late.runnable, None)
+        set_state(storage, "tiny", "paused")
+        assert storage.write(lambda it: late._begin(it, seen, None)) is None
+        set_state(storage, "tiny", "open")
+        for _ in range(2):
+            other.record_outcome(begin(other)[0], result("complete"))
+        assert storage.write(lambda it: late._begin(it, seen, None)) is None
+    assert len(opened.trials) == 2
+
+
 def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:
     with worker_of(storage, opened) as worker:
         worker.record_outcome(begin(worker)[0], result("failed", traceback="Traceback"))
