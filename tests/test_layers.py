@@ -168,6 +168,6 @@ def private_to_optuna(file: Path) -> set[str]:
     return {name for name in found if re.match(r"optuna\b.*\._(?!_)", name)}
 
 
-def test_one_file_uses_what_is_private_to_optuna() -> None:
+def test_one_file_uses_private_names_of_optuna() -> None:
     using = {file.as_posix() for file in FILES if private_to_optuna(file)}
     assert using == {"study/store/optuna_internals.py"}

@@ -108,7 +108,7 @@ def test_cuda_graphs_give_the_losses_of_eager_training_and_free_their_memory(
     assert after <= before + WORKSPACES_BYTES
 
 
-def test_a_recording_that_does_not_pay_is_dropped(
+def test_an_unprofitable_recording_is_dropped(
     device: DeviceInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, figure: Callable[[str], None]
 ) -> None:
     """The first recording is dropped with its memory; later shapes are recorded."""

@@ -147,7 +147,7 @@ def test_precision_is_the_trial_s_where_it_is_native(
     assert hpo.load(folder, precision="bf16").precision == "bf16", "emulated on request"
 
 
-def test_texts_that_cannot_be_read(
+def test_unreadable_texts(
     model: TrainedModel, exports: dict[str, Exported], caplog: pytest.LogCaptureFixture
 ) -> None:
     texts: list[Any] = ["late", "", " \n", 3, "late"]
