@@ -186,7 +186,7 @@ def paused(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(folder: Path, trial: TrialRecord) -> dict[str, list[float]]:
-    """Of the trial's best checkpoint."""
+    """Return the weights of a trial's best checkpoint."""
     (file,) = folder.glob(f"runs/tiny/checkpoints-*/trial-{trial.number:05d}/best-*/model.safetensors")
     return {name: weight.flatten().tolist() for name, weight in load_file(file).items()}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import zipfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -101,12 +102,18 @@ def store_row_statistics(
 def read_row_statistics(
     storage: Storage, study: str, tasks: Sequence[Task]
 ) -> dict[int, dict[str, RowStatistics]]:
-    """Return the statistics of a study's trials by number and task."""
+    """Return the statistics of a study's trials by number and task. Raises RunError if one is damaged."""
     query = sa.select(row_statistics).where(row_statistics.c.study == study)
     by_trial = {}
     for row in storage.read(lambda connection: connection.execute(query).all()):
-        with np.load(io.BytesIO(row.content), allow_pickle=False) as archive:
-            by_trial[row.trial_number] = {task.name: _of_task(archive, task) for task in tasks}
+        try:
+            with np.load(io.BytesIO(row.content), allow_pickle=False) as archive:
+                by_trial[row.trial_number] = {task.name: _of_task(archive, task) for task in tasks}
+        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+            raise RunError(
+                f"The row statistics of trial {row.trial_number} of `{study}` cannot be read "
+                f"({type(error).__name__}). Compare anew: hpo delete {study}"
+            ) from error
     return by_trial
 
 

@@ -12,15 +12,20 @@ import sqlalchemy as sa
 from support.detailed_documents import document, error, task_document
 from support.worker_process import begin, change_worker, result, run_trials, study, worker_on
 
+from hpo.errors import RunError
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.reading.detailed_evaluations import _warn_once, store_detailed_evaluation
+from hpo.study.reading.detailed_evaluations import (
+    _warn_once,
+    read_row_statistics,
+    store_detailed_evaluation,
+)
 from hpo.study.reading.overview import StudyOverview, list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import with_evaluation
 from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.lifecycle import set_state
-from hpo.study.store.schema import detailed_evaluations
+from hpo.study.store.schema import detailed_evaluations, row_statistics
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -158,3 +163,13 @@ def test_a_trial_is_reported_at_each_pause_and_at_its_end(storage: Storage) -> N
     last = watch.read()
     assert (numbers(last), last.num_done) == (([], [0]), 1)
     assert outcome_of(last.ended[0]) == "complete"
+
+
+@pytest.mark.parametrize("content", [b"no archive", b"PK\x03\x04 cut"])
+def test_damaged_row_statistics_are_one_clear_error(storage: Storage, content: bytes) -> None:
+    finished(storage)
+    row = {"study": "tiny", "trial_number": 1, "content": content}
+    with storage.engine.begin() as connection:
+        connection.execute(sa.insert(row_statistics).values(row))
+    with pytest.raises(RunError, match=r"trial 1 of `tiny` cannot be read \(.*Compare anew: hpo delete tiny"):
+        read_row_statistics(storage, "tiny", [])
