@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hpo.errors import InputError
-from hpo.study.running import stopping as pace_module
+from hpo.study.running import stopping as stopping_module
 from hpo.study.running.stopping import STOP_SIGNALS, Pace, Stop, end_of_job, parse_time, stop_on_signals
 
 
@@ -109,7 +109,7 @@ HOUR = 3600.0
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(pace_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stopping_module.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -146,7 +146,7 @@ def test_limit_is_20_times_the_slowest_step(clock: list[float]) -> None:
 
 
 def hang(seconds: float, waits: bool) -> None:
-    pace_module._POLL_SECONDS = 0.01
+    stopping_module._POLL_SECONDS = 0.01
     with Pace(Stop(), 0.1, lambda: waits).trial():
         time.sleep(seconds)
 
@@ -162,7 +162,7 @@ def test_hanging_trial_ends_its_process_with_a_traceback() -> None:
 
 def test_waiting_for_the_database_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
-    monkeypatch.setattr(pace_module.os, "kill", lambda *given: killed.append(given))
-    monkeypatch.setattr(pace_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(stopping_module.os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(stopping_module, "_POLL_SECONDS", 0.01)
     hang(1.0, waits=True)
     assert not killed

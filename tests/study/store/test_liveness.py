@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from support.worker_process import wait_for
 
-from hpo.study.store import storage as availability
+from hpo.study.store import storage as storage_module
 from hpo.study.store.process import is_running, process_start, this_machine
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Availability, Storage, open_storage
@@ -56,7 +56,7 @@ GAP = 30.0
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(availability.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(storage_module.time, "monotonic", lambda: now[0])
     return now
 
 
