@@ -1,7 +1,5 @@
 """Autocast, scaling, fallback and finiteness against plain PyTorch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Compiled models, by the visible changes of their weights."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

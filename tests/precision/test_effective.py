@@ -1,7 +1,5 @@
 """The formats of a model's products, and models with other products than they declare."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

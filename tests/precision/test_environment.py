@@ -1,7 +1,5 @@
 """Variables with an effect on precision are recorded or refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

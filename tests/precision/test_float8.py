@@ -1,7 +1,5 @@
 """Conversion to float8 by torchao or its stand-in."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

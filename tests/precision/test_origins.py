@@ -1,7 +1,5 @@
 """Weights, followed through the tensors of a forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts of a model in fp32 under autocast."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

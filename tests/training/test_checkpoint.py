@@ -1,7 +1,5 @@
 """Checkpoints: retention, resume keys, truncated files and failed writes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

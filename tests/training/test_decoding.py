@@ -1,7 +1,5 @@
 """Predictions from logits, and the thresholds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Two ranks against one process: losses, ends of trials, resumes. `support/rank_checks.py` computes them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -27,10 +25,7 @@ class Found(NamedTuple):
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("ranks")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     together |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = [sys.executable, str(SUPPORT / "rank_checks.py"), str(folder)]

@@ -1,7 +1,5 @@
 """The weights of an evaluation under autocast."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

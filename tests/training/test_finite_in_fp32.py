@@ -1,7 +1,5 @@
 """A failed step is repeated in fp32, to find out whether the precision is the cause."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Faults of other libraries: unscaling twice (accelerate 113), clipping before the
 (accelerate 641), updating the scale before unscaling (DeepSpeed 8588).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The training loop against a plain loop; budgets, evaluations, clocks and seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -10,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import (
-    CPU,
-    CPU_PRECISIONS,
-    EMULATED,
-    overflow_in_reduced_precision,
-    tiny_model,
-    tiny_study,
-)
+from support.tiny import CPU, CPU_PRECISIONS, EMULATED, overflow_in_reduced_precision, tiny_model, tiny_study
 from support.tiny_loop import accumulate, config_of, train_for
 from torch import Tensor, nn
 

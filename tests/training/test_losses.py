@@ -1,7 +1,5 @@
 """Losses against formulas in fp64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Scores against scikit-learn, SQuAD and plain examples."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A global batch in micro-batches: gradients, norm and clipping."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameter groups, optimiser steps, and the schedule."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

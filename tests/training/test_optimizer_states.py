@@ -1,21 +1,12 @@
 """Moments in fewer bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpo.training.float32_optimizer import (
-    BLOCK,
-    SIGNED,
-    decode,
-    dynamic_fractions,
-    encode,
-    nearest,
-)
+from hpo.training.float32_optimizer import BLOCK, SIGNED, decode, dynamic_fractions, encode, nearest
 from hpo.training.optim import build_optimizer, optimizer_state_facts
 
 BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}

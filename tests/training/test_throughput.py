@@ -1,7 +1,5 @@
 """Rates, percentiles and energy of steps; floating-point operations of a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps without a check do not wait for the device: on the meta device and on a real GPU."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Facts of an exported encoder, and scores on test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

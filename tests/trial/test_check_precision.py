@@ -1,7 +1,5 @@
 """`hpo.check_precision`: any module, any loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

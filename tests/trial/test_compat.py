@@ -1,7 +1,5 @@
 """The verdict on a measurement, and its cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

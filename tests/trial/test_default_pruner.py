@@ -1,7 +1,5 @@
 """The pruner of a study file without one, chosen by its rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Diagnosis of trials with planted faults."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

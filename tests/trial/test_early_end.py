@@ -1,7 +1,5 @@
 """Trials that end early: without improvement, or because they certainly break a limit."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

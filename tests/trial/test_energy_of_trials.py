@@ -1,7 +1,5 @@
 """Energy as an objective, a limit and a fact of a trial; the counter of a GPU is played here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The check of a study before its first trial."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

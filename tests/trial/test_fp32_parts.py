@@ -1,7 +1,5 @@
 """Trials with parts in fp32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

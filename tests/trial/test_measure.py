@@ -1,7 +1,5 @@
 """Measurements of modules with planted faults."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The operator of the first non-finite number, in models with planted faults."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The names and values of objectives and limits."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,11 +18,7 @@ from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
 from hpo.trial import objectives
 from hpo.trial.executor import build_executor
-from hpo.trial.objectives import (
-    check_metric_names,
-    decision_metrics,
-    objective_value,
-)
+from hpo.trial.objectives import check_metric_names, decision_metrics, objective_value
 
 TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}

@@ -1,7 +1,5 @@
 """Trials with their own training loop: outcomes, precision, steps, checkpoints."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

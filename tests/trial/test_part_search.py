@@ -1,7 +1,5 @@
 """The search for parts in fp32, in described and in real models with planted faults."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

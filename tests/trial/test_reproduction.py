@@ -1,7 +1,5 @@
 """A trial trained again from its record."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Model FLOPs utilisation in the record of a trial."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The observed precision in a trial's record, and a trial's model on its way to the device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Callbacks of a study's own code."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks and recommendations for described machines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
