@@ -84,13 +84,6 @@ def run(kind: str, name: str = "adamw", shape: tuple[int, int] = SHAPE) -> tuple
     return weight.detach(), embedding.detach(), optimizer
 
 
-ODD = (67, 127)
-"""A shape that blocks do not divide."""
-
-
-TINY = (4, 4)
-
-
 @pytest.mark.parametrize("kind", SHORT)
 @pytest.mark.parametrize(
     ("name", "shape"), [("adamw", SHAPE), ("adam", SHAPE), ("lion", SHAPE), ("adamw", ODD), ("adamw", TINY)]
