@@ -30,9 +30,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> None:
     ("errors", "lost"),
     [([LOST, LOST], True), ([None], False), ([LOST, None], False), ([FULL], False), ([LOST, FULL], False)],
 )
-def test_a_gpu_is_lost_if_it_fails_twice(
-    monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None], lost: bool
-) -> None:
+def test_a_gpu_is_lost_if_it_fails_twice(monkeypatch: Any, errors: list[Any], lost: bool) -> None:
     answer(monkeypatch, *errors)
     assert is_lost(META_GPU) == lost
 
@@ -42,10 +40,6 @@ def test_errors_on_working_and_lost_devices(monkeypatch: pytest.MonkeyPatch) -> 
     for device in (CPU, META_GPU):
         with pytest.raises(ZeroDivisionError), lost_device_raised(device):
             raise ZeroDivisionError
-    with (
-        pytest.raises(
-            DeviceLostError, match="cannot use the no GPU any more after RuntimeError: CUDA error: uns"
-        ),
-        lost_device_raised(META_GPU),
-    ):
+    said = "cannot use the no GPU any more after RuntimeError: CUDA error: uns"
+    with pytest.raises(DeviceLostError, match=said), lost_device_raised(META_GPU):
         raise LOST

@@ -32,22 +32,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(*args: object) -> Iterator[TokenizedSplit]:
         times.append(1)
-        return tokenize_chunks(*args)  # type: ignore[arg-type]
+        return tokenize_chunks(*args)
 
     monkeypatch.setattr(hpo.data.token_cache, "tokenize_chunks", counted)
     return times
 
 
-def load(
-    dataset: DataSet,
-    cache: Path,
-    split: str = "train",
-    family: str = "wordpiece",
-    data: dict[str, Any] | None = None,
-    **windowing: Any,
-) -> TokenizedSplit:
-    dataset, how = replace(dataset, **data or {}), replace(Windowing(64), **windowing)
-    return load_tokenized(dataset, split, tiny_tokenizer(family), how, cache)
+def load(dataset: DataSet, cache: Path, **settings: Any) -> TokenizedSplit:
+    """Load tokens; `settings` are those of the windows, or `split`, `family` of the tokenizer and `data`."""
+    dataset, split = replace(dataset, **settings.pop("data", {})), settings.pop("split", "train")
+    tokenizer = tiny_tokenizer(settings.pop("family", "wordpiece"))
+    return load_tokenized(dataset, split, tokenizer, replace(Windowing(64), **settings), cache)
 
 
 def directly(dataset: DataSet, windowing: Windowing) -> TokenizedSplit:
@@ -70,14 +65,10 @@ def test_a_split_is_tokenised_once_and_then_mapped(dataset: DataSet, tmp_path: P
 
 
 @pytest.mark.parametrize("long_text", ["truncate", "window"])
-def test_a_split_written_in_chunks_is_the_whole(
-    long_text: str, dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    windowing = Windowing(32, long_text, 8)
-    whole = directly(dataset, windowing)
+def test_split_written_in_chunks(long_text: str, dataset: DataSet, tmp_path: Path, monkeypatch: Any) -> None:
+    whole = directly(dataset, Windowing(32, long_text, 8))
     monkeypatch.setattr("hpo.data.tokenization._CHUNK", 7)
-    cached = load(dataset, tmp_path, max_length=32, long_text=long_text, stride=8)
-    assert_same(cached, whole)
+    assert_same(load(dataset, tmp_path, max_length=32, long_text=long_text, stride=8), whole)
     assert sum(whole.num_lost_spans.values()) > 0
 
 
@@ -94,12 +85,7 @@ def test_a_split_written_in_chunks_is_the_whole(
     ],
 )
 def test_every_input_of_the_tokens_makes_another_cache(
-    first: dict[str, Any],
-    second: dict[str, Any],
-    times: int,
-    dataset: DataSet,
-    tmp_path: Path,
-    made: list[int],
+    first: Any, second: Any, times: int, dataset: DataSet, tmp_path: Path, made: list[int]
 ) -> None:
     load(dataset, tmp_path, **first)
     load(dataset, tmp_path, **second)
@@ -115,21 +101,18 @@ def test_every_input_of_the_tokens_makes_another_cache(
         ("contents.json", lambda path: path.write_bytes(path.read_bytes()[:-9])),
     ],
 )
-def test_a_damaged_cache_is_made_again(
+def test_damaged_cache_is_made_again(
     name: str, damage: Callable[[Path], None], dataset: DataSet, tmp_path: Path, made: list[int]
 ) -> None:
-    direct = directly(dataset, Windowing(64))
     load(dataset, tmp_path)
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    damage(folder / name)
-    assert_same(load(dataset, tmp_path), direct)
-    assert_same(load(dataset, tmp_path), direct)
+    (file,) = tmp_path.glob(f"*/{name}")
+    damage(file)
+    for _ in range(2):
+        assert_same(load(dataset, tmp_path), directly(dataset, Windowing(64)))
     assert len(made) == 2
 
 
-def test_concurrent_threads_and_processes_do_the_work_once(
-    dataset: DataSet, tmp_path: Path, made: list[int]
-) -> None:
+def test_threads_and_processes_do_the_work_once(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
     """Two threads here and two of another process ask at once."""
     context = multiprocessing.get_context("fork")
     gate, found = context.Barrier(2), context.SimpleQueue()

@@ -41,7 +41,7 @@ def test_formats_by_their_rounding(rounding: Round, expected: str, sizes: tuple[
 
 
 class AsAttention(nn.MultiheadAttention):
-    def forward(self, hidden: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, hidden: Tensor) -> Any:
         return super().forward(hidden, hidden, hidden)
 
 
@@ -141,7 +141,7 @@ def test_unmeasured_products() -> None:
         lambda inputs: fused(inputs, linear.bias, torch.ones(()), linear.weight),
         lambda inputs: F.linear(inputs, linear.weight + inputs.mean(0)),
     ):
-        linear.forward = forward  # type: ignore[method-assign]
+        linear.forward = forward
         assert products(linear, hidden) == {"weight": {"unmeasured"}}
 
 

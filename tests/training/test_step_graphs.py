@@ -27,9 +27,7 @@ NUM_STEPS = 4
 class StandIn:
     """A graph with normal passes on the recorded tensors and gradients."""
 
-    def __init__(
-        self, graphs: Graphs, batch: Batch, items: Mapping[str, int | Tensor], share: Tensor
-    ) -> None:
+    def __init__(self, graphs: Graphs, batch: Batch, items: Any, share: Tensor) -> None:
         self.graphs, self.arguments = graphs, (batch, items, share)
         before = [parameter.grad for parameter in graphs._trainable]
         for parameter in graphs._trainable:
@@ -81,7 +79,7 @@ def uncertain_learner(name: str = "bf16") -> Learner:
     """Return a learner with dropout and learned uncertainty."""
     model, loss_fn = tiny_model(), tiny_objective()
     for head in model.heads:
-        head[0].p = 0.2  # type: ignore[index]
+        head[0].p = 0.2
     model.log_variances.extend(nn.Parameter(torch.tensor(0.3)) for _ in TASKS)
     loss_fn.log_variance = model.log_variance
     return Learner(model.train(), loss_fn, amp_of(name))
