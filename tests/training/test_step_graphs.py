@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -161,25 +161,14 @@ def test_out_of_memory_releases_graphs_first(monkeypatch: pytest.MonkeyPatch) ->
     assert graphs.problem == "no memory was left for CUDA graphs."
 
 
-class Generator:
-    """Stands in for the generator of a GPU."""
-
-    state = "of recordings"
-
-    def clone_state(self) -> str:
-        return "usable"
-
-    def graphsafe_set_state(self, state: str) -> None:
-        self.state = state
-
-
 @pytest.mark.parametrize("fails", ["begin", "end", "block"])
 def test_a_failed_capture_resets_the_generator(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, graph, error = Generator(), Mock(), torch.OutOfMemoryError(fails)
+    generator, graph, error = Mock(), Mock(), torch.OutOfMemoryError(fails)
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     getattr(graph, f"capture_{fails}").side_effect = error
     body = Mock(side_effect=KeyError if fails == "block" else None)
     with pytest.raises(KeyError if fails == "block" else RuntimeError) as raised, _captured(graph, None, 0):
         body()
     assert not isinstance(raised.value, torch.OutOfMemoryError), "this would be tried again beside old graphs"
-    assert generator.state == ("of recordings" if fails == "block" else "usable")
+    usable = [call(generator.clone_state())]
+    assert generator.graphsafe_set_state.call_args_list == ([] if fails == "block" else usable)
