@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TEXT = "The parcel came two weeks late, and the screen was broken.\nI asked for my money <twice> & nobody answers."
+TEXT = "The parcel came two weeks late, and the screen was broken.\nI asked for my money <twice> & got none."
 
 
 def interval(value: float | None) -> dict[str, float | None]:
