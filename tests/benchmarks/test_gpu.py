@@ -14,7 +14,7 @@ import peers
 import pytest
 import torch
 from step_profile import NUM_STEPS
-from support.gpu_studies import fresh_encoder
+from support import gpu_studies
 
 from hpo.models.encoder import load_encoder, load_tokenizer
 
@@ -55,8 +55,11 @@ def test_every_contender_is_measured_in_training_and_evaluation(figures: dict[st
 @pytest.mark.timeout(900)
 def test_all_parts_run_and_nothing_is_left_out(figures: dict[str, Any]) -> None:
     printed = figures["printed"]
+    for name in ("long bf16: products", "short fp32: products", "long fp16 hpo: share of products"):
+        assert figures[name][0] > 0
     assert figures["short bf16: trials, 1 at a time"][0] > 0
     assert f"profile of {NUM_STEPS} steps" in printed
+    assert "long tf32: left out. `tf32` needs CUDA" in printed
     assert "variants: left out" in printed
     assert printed.endswith("left out for lack of time: nothing\n")
 
@@ -77,7 +80,7 @@ def test_the_texts_have_the_lengths_of_dialogues_and_of_sentences(tmp_path: Path
 
 
 def test_a_fresh_encoder_is_one_of_a_study() -> None:
-    encoder = fresh_encoder("tiny")
+    encoder = gpu_studies.fresh_encoder("tiny")
     tokenizer = load_tokenizer(encoder)
     ids = tokenizer("I sleep badly. \N{SNOWMAN}")["input_ids"]
     first, *_, unknown, last = tokenizer.convert_ids_to_tokens(ids)
