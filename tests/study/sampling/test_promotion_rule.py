@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpo.study.sampling.forecast import Measured, measured_trial, stages_left
-from hpo.study.sampling.promotion import Promotion, Standings
-from hpo.study.store.studies import BUDGET_SPENT
+from hpo.errors import StorageError
+from hpo.study.sampling.forecast import stages_left
+from hpo.study.sampling.promotion import Promotion, Standings, check_attributes
 
 PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
 """At least three continue from the first rung, and one from the last."""
@@ -145,24 +147,31 @@ def test_a_rung_with_promotion_of_all_trials_is_not_used(num_trials: int, rungs:
     assert [share for share in (0.1, 0.3) if promotion.pauses_at(share, 0.0) == share] == rungs
 
 
+AT_RUNG = {"values": [0.5], "constraints": {"memory": 0.0}}
+
+
 @pytest.mark.parametrize(
-    ("attributes", "is_complete", "num_runs", "trained"),
+    ("attributes", "required"),
     [
-        ({}, False, 1, 0.1),
-        ({"paused_at": 0.1}, False, 1, 0.1),
-        ({"paused_at": 0.1, "resumed_at": 0.1}, False, 2, 0.3),
-        ({"paused_at": 0.3, "resumed_at": 0.3}, False, 3, 1.0),
-        ({"paused_at": 0.3, "resumed_at": 0.3}, True, 3, 1.0),
-        ({"paused_at": 0.1, "resumed_at": 0.1, "outcome_reason": BUDGET_SPENT}, False, None, None),
+        ({}, ""),
+        ({"paused_at": 0.1, "resumed_at": 0.1, "rungs": {"0.1": AT_RUNG}}, ""),
+        ({"paused_at": "soon"}, "`paused_at` of trial 3 must be a number"),
+        ({"resumed_at": None}, "`resumed_at` of trial 3 must be a number"),
+        *(
+            ({"rungs": rungs}, "`rungs` of trial 3 must be {share: {values: a number for each objective")
+            for rungs in (
+                *([AT_RUNG], {"x": AT_RUNG}, {"0.0": AT_RUNG}, {"1.0": AT_RUNG}, {"0.1": None}),
+                *({"0.1": {**AT_RUNG, "values": values}} for values in ([], [0.5, 0.5], ["x"], None)),
+                {"0.1": {**AT_RUNG, "constraints": {"memory": "much"}}},
+            )
+        ),
     ],
 )
-def test_the_measured_cost_of_a_trial(
-    attributes: dict[str, Any], is_complete: bool, num_runs: int | None, trained: float | None
-) -> None:
-    """A broken trial counts as if it had reached the next rung."""
-    rungs = {str(rung): {} for rung in (0.1, 0.3) if rung <= attributes.get("paused_at", 0.0)}
-    measured = measured_trial(PROMOTION, {**attributes, "rungs": rungs}, is_complete, (9.0, 6.0))
-    assert measured == (None if num_runs is None else Measured(9.0, 6.0, num_runs, trained))
+def test_changed_attributes_of_a_paused_trial_are_refused(attributes: Any, required: str) -> None:
+    trial = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
+    trial.number = 3
+    with pytest.raises(StorageError, match=re.escape(required)) if required else nullcontext():
+        check_attributes(trial, 1)
 
 
 DIRECTIONS = ("maximize", "minimize")
