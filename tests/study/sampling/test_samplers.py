@@ -6,6 +6,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
+from optuna.pruners import BasePruner, MedianPruner, NopPruner, PatientPruner
 from optuna.trial import FrozenTrial, TrialState
 from support.scripted_study import ScriptedStudy, best_at_1e_4
 from support.worker_process import SPACE, study
@@ -14,6 +15,7 @@ from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, Failures
+from hpo.study.sampling.samplers import build_pruner
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
@@ -35,6 +37,23 @@ def config_of(name: str, space: dict[str, Any] | None = None, **options: Any) ->
     return study(12, sampler={"name": name, "seed": 5, **options}, search_space=space or SPACE)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"name": "none"}, NopPruner),
+        ({"name": "promote", "keep": 2}, NopPruner),
+        ({"name": "median", "n_startup_trials": 7}, MedianPruner),
+        ({"name": "patient", "patience": 3}, PatientPruner),
+    ],
+)
+def test_a_pruner_is_optunas_with_its_options(config: dict[str, Any], expected: type[BasePruner]) -> None:
+    pruner = build_pruner(study(12, pruner=config).pruner)
+    assert type(pruner) is expected
+    assert {f"_{name}" for name in config} - {"_name", "_keep"} <= vars(pruner).keys()
+    assert getattr(pruner, "_n_startup_trials", 7) == 7
+    assert getattr(pruner, "_patience", 3) == 3
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_seed_and_worker_number_decide_the_configurations(name: str) -> None:
     config = config_of(name)
@@ -42,7 +61,9 @@ def test_seed_and_worker_number_decide_the_configurations(name: str) -> None:
     assert all(set(params) == set(config.search_space) for params in tried)
     assert len({str(params) for params in tried}) == 12 or name in ("tpe", "nsga2")
     assert ScriptedStudy(config).run(3) == tried[:3]
-    assert ScriptedStudy(config, worker_number=1).run(3) != tried[:3]
+    other = ScriptedStudy(config, worker_number=1).run(3)
+    assert other != tried[:3]
+    assert other == ScriptedStudy(config_of(name, seed=6)).run(3)
 
 
 @pytest.mark.parametrize(
@@ -144,23 +165,6 @@ def test_samplers_do_not_see_invalid_trials(name: str) -> None:
     assert len(seen) == 20 - tried["fp16"]
 
 
-@pytest.mark.parametrize(
-    ("limit", "memory", "expected"), [(20, 80, True), (20, 20, False), (20, None, False), (None, 80, False)]
-)
-def test_a_failure_with_less_memory_is_not_avoided(
-    limit: int | None, memory: int | None, expected: bool
-) -> None:
-    storage, config = optuna.storages.InMemoryStorage(), config_of("tpe", BATCHES)
-    small = ScriptedStudy(config, lambda params: float(params["batch_size"]), storage=storage)
-    for _ in range(3):
-        small.study.enqueue_trial({"batch_size": 16})
-        small.end(small.ask()[0], "oom", telemetry={"device": {"memory_limit_bytes": limit}})
-    for batch_size in (4, 8):
-        small.run(batch_size=batch_size)
-    _, last = ScriptedStudy(config, storage=storage, device=WorkerDevice(memory_bytes=memory)).ask()
-    assert (last["batch_size"] == 16) == expected  # 4 and 8 were tried
-
-
 FP16 = ("fp_precision", "fp16")
 CHOICES = {
     "fp_precision": CategoricalDistribution(("fp32", "bf16", "fp16")),
@@ -168,6 +172,7 @@ CHOICES = {
     "encoder": CategoricalDistribution(("a", "b")),
 }
 AT_RUNG = {"0.04": {"values": [0.5], "constraints": {}}}
+CHECKED = {"compatibility": {"checked_on": "CPU, torch 2"}}
 HEALS = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
 
 
@@ -189,6 +194,54 @@ def trial(outcome: str, *rungs: float, telemetry: dict[str, Any] | None = None, 
         },
         system_attrs={} if is_paused or not Outcome(outcome).infeasible else {"constraints:feasible": 1.0},
     )
+
+
+def memory(limit: int | None) -> dict[str, Any]:
+    return {"device": {"memory_limit_bytes": limit}}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "telemetry", "device", "expected"),
+    [
+        ("invalid", {}, {}, True),
+        ("oom", memory(100), {"memory_bytes": 105}, True),
+        ("oom", memory(100), {"memory_bytes": 104}, False),
+        ("oom", memory(100), {}, False),
+        ("oom", memory(None), {"memory_bytes": 105}, False),
+        ("complete", memory(100), {"memory_bytes": 105}, False),
+        ("unsupported", {}, {"left_out": {"bf16": ""}}, True),
+        ("unsupported", {}, {"left_out": {"fp16": ""}}, False),
+        ("unsupported", {}, {}, False),
+        ("nonfinite", {}, {"left_out": {"bf16": ""}, "checked_on": "GPU, torch 2"}, False),
+        ("incompatible", CHECKED, {"checked_on": "GPU, torch 2"}, True),
+        ("incompatible", CHECKED, {"checked_on": "CPU, torch 2"}, False),
+        ("incompatible", CHECKED, {}, False),
+        ("incompatible", {}, {"checked_on": "GPU, torch 2"}, False),
+    ],
+)
+def test_a_trial_that_ended_for_a_reason_of_another_device_says_nothing(
+    outcome: str, telemetry: dict[str, Any], device: dict[str, Any], expected: bool
+) -> None:
+    assert WorkerDevice(**device).says_nothing(trial(outcome, telemetry=telemetry)) is expected
+
+
+def test_a_running_trial_at_a_rung_is_shown_as_pruned_there() -> None:
+    current = ScriptedStudy(config_of("tpe"))
+    running, _ = current.ask()
+    for step, value in enumerate((0.2, 0.5, 0.5, 0.9), start=1):
+        running.report(value, step)
+    rungs = {"0.04": {"values": [0.2]}, "0.12": {"values": [0.5], "constraints": {"peak_memory_bytes": 1.0}}}
+    running.set_user_attr("rungs", rungs)
+    (shown,) = current.study.sampler.view(current.study).trials  # type: ignore[attr-defined]
+    assert (shown.state, shown.values, shown.constraints) == (
+        TrialState.PRUNED,
+        [0.5],
+        {"peak_memory_bytes": 1.0},
+    )
+    assert shown.intermediate_values == {1: 0.2, 2: 0.5, 3: 0.5}
+    running.set_user_attr("rungs", {"0.12": {"values": [0.7]}})
+    (shown,) = current.study.sampler.view(current.study).trials  # type: ignore[attr-defined]
+    assert shown.intermediate_values == {}, "the evaluation at the rung was not stored"
 
 
 def blamed(*trials: FrozenTrial) -> set[tuple[str, Any]]:
