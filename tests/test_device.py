@@ -1,7 +1,5 @@
 """The record of a device, memory, utilisation and energy."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_nvml import FakeNvml, NVMLError, NVMLError_NotSupported
+from support.fake_nvml import FakeNvml, NVMLError
 
 from hpo.device import (
     DeviceInfo,
@@ -199,7 +197,7 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def not_supported() -> int:
-    raise NVMLError_NotSupported("Not Supported")
+    raise NVMLError("Not Supported")
 
 
 @pytest.mark.parametrize("uuid", ["5ef", "GPU-5ef"])  # PyTorch omits NVML's prefix

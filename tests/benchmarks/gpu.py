@@ -39,7 +39,7 @@ import peers
 import torch
 import transformers
 from step_profile import describe_profile, profile_steps
-from support.gpu_models import fresh_encoder
+from support.gpu_studies import fresh_encoder
 from workload import Workload, spread, study_content, write_workload
 
 from hpo.device import DeviceInfo, probe_device

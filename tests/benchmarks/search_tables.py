@@ -95,7 +95,6 @@ POLICIES = {
     "default": ours(StudyConfig.model_validate(STUDY).pruner),
     "default, random": ours(StudyConfig.model_validate(STUDY).pruner, "random"),
     "asha": ours(PrunerConfig(name="asha", min_resource=3, reduction_factor=2)),
-    "no pruner": ours(PrunerConfig(name="none")),
     "random, one tenth, then the best three": Policy(
         lambda _, seed: RandomSampler(seed=seed),
         promotion=Promotion((0.1,), 10**6, 3, directions=("minimize",), num_trials=MAX_TRIALS),
@@ -104,7 +103,6 @@ POLICIES = {
     "Optuna TPE, median": _plain(MedianPruner),
     "Optuna TPE, Hyperband": _plain(partial(HyperbandPruner, max_resource=NUM_EVALUATIONS)),
     "Optuna TPE, ASHA": _plain(SuccessiveHalvingPruner),
-    "random": Policy(lambda _, seed: RandomSampler(seed=seed)),
 }
 
 

@@ -14,7 +14,17 @@ import optuna
 import pandas as pd
 import pytest
 import sqlalchemy as sa
-from support.command_line import Finished, finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
+from support.command_line import (
+    Finished,
+    finish,
+    hpo_command,
+    kill,
+    ok,
+    saved_steps,
+    start_hpo,
+    stored,
+    wait_until,
+)
 from support.tiny import write_long_study, write_study
 
 from hpo.study.reading.reader import read_study
@@ -64,8 +74,7 @@ def check_continued(before: TrialRecord, after: TrialRecord) -> None:
 def test_kill_in_the_middle_of_a_trial(folder: Path) -> None:
     process = start_hpo(folder, "run", "tiny.yaml")
     wait_until(lambda: len(saved_steps(folder, trial=1)) == 2, process)
-    process.kill()
-    assert finish(process).exit_code == -signal.SIGKILL
+    kill(process)
     before = stored(folder)
     assert before.counts == {"open": 1, "running": 0, "done": 1}, "killed too late to test anything"
     assert before.trials[1].outcome == "preempted"
@@ -90,8 +99,7 @@ def test_kill_of_the_parent_of_two_workers(folder: Path) -> None:
     wait_until(lambda: bool(saved_steps(folder, 0) and saved_steps(folder, 1)), process)
     pids = [worker.pid for worker in stored(folder).workers]
     starts = [process_start(pid) for pid in pids]
-    process.kill()
-    assert finish(process).exit_code == -signal.SIGKILL
+    kill(process)
     deadline = time.monotonic() + 60
     while any(start and process_start(pid) == start for pid, start in zip(pids, starts, strict=True)):
         assert time.monotonic() < deadline

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import signal
 import socket
 import traceback
 from collections import Counter
@@ -17,7 +16,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from sklearn.metrics import f1_score, mean_absolute_error
-from support.command_line import ROOT, finish, hpo_command, ok, start_hpo, stored, wait_until
+from support.command_line import (
+    ROOT,
+    finish,
+    hpo_command,
+    kill,
+    ok,
+    start_hpo,
+    stored,
+    wait_until,
+)
 from support.every_kind import write_every_kind
 from support.resumed_trials import check_resume_is_exact
 from support.several_sources import write_sources
@@ -268,8 +276,7 @@ def test_killed_example_resumes_exactly(name: str, tmp_path: Path) -> None:
     ok(finish(start_hpo(whole, "run", f"{name}.yaml")))
     process = start_hpo(cut, "run", f"{name}.yaml")
     wait_until(lambda: len(saved(cut, name)) > 1, process)
-    process.kill()
-    assert finish(process).exit_code == -signal.SIGKILL
+    kill(process)
     assert stored(cut, name).trials[0].state == "RUNNING", "killed too late to test anything"
     ok(finish(start_hpo(cut, "run", f"{name}.yaml")))
     first, second = stored(whole, name), stored(cut, name)

@@ -1,8 +1,5 @@
 """An encoder for which it is known what bf16 costs it, and the texts and the study to train it with.
 
-As a program, `hpo` with that encoder, killed at the AT-th time that a PLACE (`step` of training, `judged`
-look) is reached: tests/support/planted_encoder.py FLAW PLACE AT COMMAND ...
-
 What a text says is decided in one number d, 1 or -1, whose sign the rest of the model learns in a few steps:
 
     good, bad      tell the label.
@@ -15,17 +12,12 @@ What a text says is decided in one number d, 1 or -1, whose sign the rest of the
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
-
-sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
 
 import torch
 import torch.nn.functional as F
@@ -131,32 +123,3 @@ def write_planted_study(folder: Path) -> Path:
         training={"max_steps": 4, "batch_size": 16, "max_length": 16, "dropout": 0.0, "fp_precision": "fp32"},
         search_space={"learning_rate": {"type": "categorical", "choices": [0.05, 0.06]}},
     )
-
-
-def _killing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    left = [at]
-
-    def call(*args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **options)
-
-    return call
-
-
-def main() -> None:
-    from hpo.cli.commands import main
-    from hpo.study.store.storage import Storage
-    from hpo.training import loop
-
-    flaw, place, at = sys.argv[1:4]
-    del sys.argv[1:4]
-    module, name = {"step": (loop, "accumulate_gradients"), "judged": (Storage, "store_comparison")}[place]
-    setattr(module, name, _killing(getattr(module, name), int(at)))
-    with planted(flaw):  # type: ignore[arg-type]
-        main()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
-
 import torch
 from torch import Tensor, nn
 
@@ -31,8 +29,8 @@ from hpo.training.evaluate import predict_logits
 from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor, follow
 from hpo.trial.telemetry import Callbacks
-from support.tiny import CPU, EMULATED, tiny_executor
-from support.tiny_loop import amp_of, config_of, loop_parts, train_for
+from support.tiny import CPU, EMULATED, amp_of, tiny_executor
+from support.tiny_loop import config_of, loop_parts, train_for
 
 NO_DROPOUT = {"dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 0.0}
 collate, compute = loop.collate, MultitaskLoss.__call__
@@ -153,11 +151,11 @@ def check_seconds(folder: Path) -> dict[str, Any]:
 
 def check_evaluation(folder: Path) -> bool:
     executor = tiny_executor(folder, CPU)
-    parts = loop_parts(executor, config_of(executor))
-    split = parts.data.validation
+    model, _, _, data = loop_parts(executor, config_of(executor))
+    split = data.validation
     batches = evaluation_batches(split.lengths_W, 3 * int(split.lengths_W.max()))
     together, alone = (
-        predict_logits(parts.model, split, some, amp_of("bf16"), pad_id=0)
+        predict_logits(model, split, some, amp_of("bf16"), pad_id=0)
         for some in (batches[rank() :: world_size()], batches)
     )
     merge(together)
