@@ -104,11 +104,12 @@ def test_parameters_from_another_worker_are_kept() -> None:
     assert len({str(sorted(params.items())) for params in current.params}) == 3
 
 
-def test_failed_trials_do_not_count_as_tried() -> None:
+@pytest.mark.parametrize("outcome", ["pruned", "invalid"])
+def test_failed_trials_do_not_count_as_tried(outcome: str) -> None:
     current = ScriptedStudy(config_of("tpe", BATCHES))
     _, first = current.ask()
-    pruned, second = current.ask()
-    current.end(pruned, "pruned")
+    ended, second = current.ask()
+    current.end(ended, outcome)
     failed, third = current.ask()
     current.end(failed, "failed")
     assert {params["batch_size"] for params in (first, second, third)} == {4, 8, 16}
@@ -150,28 +151,12 @@ def test_a_choice_with_three_failures_by_bad_luck_comes_back(name: str) -> None:
     assert num_seen > MIN_INFEASIBLE_TRIALS
 
 
-@pytest.mark.parametrize("name", LEARNING)
-def test_samplers_do_not_see_invalid_trials(name: str) -> None:
-    """A fault of the model, the data or a metric teaches nothing."""
-    current = ScriptedStudy(
-        config_of(name, n_startup_trials=2) if name != "nsga2" else config_of(name),
-        lambda params: "invalid" if params["fp_precision"] == "fp16" else best_at_1e_4(params),
-    )
-    tried = Counter(params["fp_precision"] for params in current.run(20))
-    assert tried["fp16"] > MIN_INFEASIBLE_TRIALS
-    sampler: Any = current.study.sampler
-    seen = sampler.view(current.study).trials
-    assert [trial.params["fp_precision"] for trial in seen].count("fp16") == 0
-    assert len(seen) == 20 - tried["fp16"]
-
-
 FP16 = ("fp_precision", "fp16")
 CHOICES = {
     "fp_precision": CategoricalDistribution(("fp32", "bf16", "fp16")),
     "batch_size": CategoricalDistribution((8, 16, 32)),
     "encoder": CategoricalDistribution(("a", "b")),
 }
-AT_RUNG = {"0.04": {"values": [0.5], "constraints": {}}}
 CHECKED = {"compatibility": {"checked_on": "CPU, torch 2"}}
 HEALS = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
 
@@ -225,23 +210,21 @@ def test_a_trial_that_ended_for_a_reason_of_another_device_says_nothing(
     assert WorkerDevice(**device).says_nothing(trial(outcome, telemetry=telemetry)) is expected
 
 
-def test_a_running_trial_at_a_rung_is_shown_as_pruned_there() -> None:
-    current = ScriptedStudy(config_of("tpe"))
+@pytest.mark.parametrize("name", LEARNING)
+def test_samplers_see_the_last_rung_of_a_running_trial_and_no_invalid_trial(name: str) -> None:
+    current = ScriptedStudy(config_of(name), lambda _: "invalid")
+    current.run(2)
     running, _ = current.ask()
     for step, value in enumerate((0.2, 0.5, 0.5, 0.9), start=1):
         running.report(value, step)
-    rungs = {"0.04": {"values": [0.2]}, "0.12": {"values": [0.5], "constraints": {"peak_memory_bytes": 1.0}}}
-    running.set_user_attr("rungs", rungs)
-    (shown,) = current.study.sampler.view(current.study).trials  # type: ignore[attr-defined]
-    assert (shown.state, shown.values, shown.constraints) == (
-        TrialState.PRUNED,
-        [0.5],
-        {"peak_memory_bytes": 1.0},
-    )
-    assert shown.intermediate_values == {1: 0.2, 2: 0.5, 3: 0.5}
-    running.set_user_attr("rungs", {"0.12": {"values": [0.7]}})
-    (shown,) = current.study.sampler.view(current.study).trials  # type: ignore[attr-defined]
-    assert shown.intermediate_values == {}, "the evaluation at the rung was not stored"
+    limits = {"peak_memory_bytes": 1.0}
+    sampler: Any = current.study.sampler
+    for value, reports in ((0.5, {1: 0.2, 2: 0.5, 3: 0.5}), (0.7, {})):
+        rungs = {"0.04": {"values": [0.2]}, "0.12": {"values": [value], "constraints": limits}}
+        running.set_user_attr("rungs", rungs)
+        (seen,) = sampler.view(current.study).trials
+        assert (seen.state, seen.values, seen.constraints) == (TrialState.PRUNED, [value], limits)
+        assert seen.intermediate_values == reports
 
 
 def blamed(*trials: FrozenTrial) -> set[tuple[str, Any]]:
@@ -317,7 +300,7 @@ def test_a_precision_without_a_complete_trial_gets_a_tenth_of_the_starts(name: s
         if given:
             current.study.enqueue_trial(given)
         started, params = current.ask()
-        started.set_user_attr("rungs", AT_RUNG)
+        started.set_user_attr("rungs", {"0.04": {"values": [0.5], "constraints": {}}})
         if params["fp_precision"] == "fp32" and outcome == "complete":
             current.end(started, 0.5)
         return str(params["fp_precision"])
