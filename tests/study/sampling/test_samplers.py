@@ -7,6 +7,7 @@ import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.pruners import BasePruner, MedianPruner, NopPruner, PatientPruner
+from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 from support.scripted_study import ScriptedStudy, best_at_1e_4
 from support.worker_process import SPACE, study
@@ -14,7 +15,12 @@ from support.worker_process import SPACE, study
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, Failures
+from hpo.study.sampling.feasible_sampler import (
+    MIN_INFEASIBLE_TRIALS,
+    AvoidRepeats,
+    Failures,
+    InfeasibleFilterSampler,
+)
 from hpo.study.sampling.samplers import build_pruner
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
@@ -86,6 +92,17 @@ def test_no_configuration_is_tried_twice(space: dict[str, Any], size: int) -> No
     assert all(("init_scale" in params) == (params.get("fp_precision") == "fp16") for params in tried)
     current.run()
     assert current.params[:size] == tried
+
+
+def test_a_repeated_configuration_is_changed_in_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ScriptedStudy(config_of("tpe", SMALL), lambda _: 0.5)
+    same = {"batch_size": 1, "epochs": 2, "max_length": 8}
+    monkeypatch.setattr(RandomSampler, "sample_independent", lambda *drawn: same[drawn[3]])
+    always = InfeasibleFilterSampler(RandomSampler(seed=0), seed=0)
+    current.study.sampler = AvoidRepeats(always, current.space, seed=0)
+    first, *others = current.run(6)
+    assert first == same
+    assert [len(params.items() - same.items()) for params in others] == [1] * 5
 
 
 def test_parameters_from_another_worker_are_kept() -> None:
@@ -163,7 +180,7 @@ HEALS = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
 
 def trial(outcome: str, *rungs: float, telemetry: dict[str, Any] | None = None, **params: Any) -> FrozenTrial:
     """A trial that has reached these rungs; a `paused` one has not ended."""
-    params = {"fp_precision": "fp16", "batch_size": 8, **params}
+    params = {"batch_size": 8, "fp_precision": "fp16", **params}
     is_paused = outcome == "paused"
     state = TrialState.RUNNING if is_paused else TrialState[Outcome(outcome).optuna_state]
     return optuna.trial.create_trial(
@@ -294,7 +311,8 @@ def test_a_paused_trial_clears_its_choices_of_early_failures(outcome: str) -> No
 @pytest.mark.parametrize("outcome", ["complete", "paused"])
 def test_a_precision_without_a_complete_trial_gets_a_tenth_of_the_starts(name: str, outcome: str) -> None:
     """It may still break. Before any trial is complete, nothing is known."""
-    current = ScriptedStudy(study(100, sampler={"name": name, "seed": 1}))
+    space = {name: SPACE[name] for name in ("fp_precision", "learning_rate")}
+    current = ScriptedStudy(study(100, sampler={"name": name, "seed": 1}, search_space=space))
 
     def start(**given: Any) -> str:
         if given:
