@@ -1,8 +1,7 @@
 """Training on one GPU: hpo, Hugging Face Trainer and a plain loop, in turn: `make bench BENCH=gpu`.
 
 By hand, also without a network: `python3 tests/benchmarks/gpu.py`. Each trains a fresh BERT-base on generated
-texts, with the same batch size and optimiser. The parts run in this order, and no part begins when the time
-is over. The last line says what was left out.
+texts, with the same batch size and optimiser. Figures are printed at once. The parts run in this order:
 
 rounds      bf16: all contenders in turn, after one round that is not counted
 variants    long texts: hpo without CUDA graphs, and with `compile: default` of each layer
@@ -66,17 +65,13 @@ UNITS = {
     "setup": "s before the first step",
     "outside": "s of a trial outside training and evaluation",
 }
-RESERVED_SECONDS, STUDY_SECONDS = 45.0, 25.0
-"""Time that rounds leave to the other parts, and that one study of `workers` may take."""
 
 
 class Report:
-    """Prints figures as they are measured, and knows how much time is left."""
+    """Prints figures as they are measured, and adds them to a file."""
 
-    def __init__(self, seconds: float, results: Path | None) -> None:
-        self._end = time.monotonic() + seconds
+    def __init__(self, results: Path | None) -> None:
         self._results = results
-        self.left_out: list[str] = []
 
     def figure(self, name: str, values: Sequence[float], unit: str) -> None:
         print(f"{name:36} {spread(values)} {unit}", flush=True)
@@ -86,13 +81,6 @@ class Report:
         if self._results:
             with self._results.open("a") as lines:
                 print(json.dumps(facts), file=lines)
-
-    def allows(self, name: str, seconds: float = 0.0) -> bool:
-        """Whether there is time for something that takes `seconds`. If not, it is noted as left out."""
-        if time.monotonic() + seconds < self._end:
-            return True
-        self.left_out.append(name)
-        return False
 
 
 def make_workloads(folder: Path, device: str, *, tiny: bool) -> dict[str, Workload]:
@@ -160,15 +148,11 @@ class Benchmark:
         return [one / other for one, other in zip(of_hpo, of_peer, strict=True)]
 
     def rounds(self) -> None:
-        names, needed = ("hpo", *PEERS), 0.0
+        names = ("hpo", *PEERS)
         for number in range(self.arguments.rounds + 1):
-            if number > 1 and not self.report.allows(f"round {number}", needed):
-                break
-            started = time.monotonic()
             for workload in self.workloads:
                 for name in names:
                     self.run_contender(workload, name, number)
-            needed = time.monotonic() - started + self.arguments.scale * RESERVED_SECONDS
         for workload, wanted in WANTED.items():
             for name in names:
                 self.show(workload, name)
@@ -192,7 +176,7 @@ class Benchmark:
         for workload, wanted in WANTED.items():
             has_peer = (workload, "trainer") in self.measured
             is_fast = has_peer and statistics.median(self.ratios(workload, "trainer")) >= wanted
-            if (is_fast and not self.arguments.profile) or not self.report.allows(f"profile of {workload}"):
+            if is_fast and not self.arguments.profile:
                 continue
             events, profiled = profile_steps(partial(self.run_hpo, workload), self.device)
             unprofiled = None
@@ -203,11 +187,9 @@ class Benchmark:
 
     def workers(self) -> None:
         for count in self.arguments.workers:
-            name = f"short bf16: trials, {count} at a time"
-            if self.report.allows(name, self.arguments.scale * STUDY_SECONDS):
-                num_rows = 16 if self.arguments.tiny else 2048
-                rate = ours.trials_per_hour(self.study("short"), count, num_rows)
-                self.report.figure(name, [rate], "in an hour")
+            num_rows = 16 if self.arguments.tiny else 2048
+            rate = ours.trials_per_hour(self.study("short"), count, num_rows)
+            self.report.figure(f"short bf16: trials, {count} at a time", [rate], "in an hour")
 
 
 def measures(result: TrialResult, wall: float) -> dict[str, float]:
@@ -233,8 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"default: all of {', '.join(PARTS)}")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try it")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted, at most")
-    parser.add_argument("--seconds", type=float, default=145.0, help="when to end")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted")
     parser.add_argument("--results", type=Path, help="a file to which figures are added as lines of JSON")
     parser.add_argument("--profile", action="store_true", help="profile all texts in any case")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="how many on the device")
@@ -242,8 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"a part must be one of {', '.join(PARTS)}, but got {', '.join(sorted(unknown))}")
-    given.scale = 0.02 if given.tiny else 1.0  # of the times that are taken or expected
-    report = Report(given.seconds, given.results)
+    report = Report(given.results)
     try:
         device = probe_device(given.device)
     except InputError as error:
@@ -257,9 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         benchmark = Benchmark(report, Path(folder), device, given)
         for part in PARTS:
-            if (not given.parts or part in given.parts) and report.allows(part):
+            if not given.parts or part in given.parts:
                 getattr(benchmark, part)()
-    print(f"left out for lack of time: {', '.join(report.left_out) or 'nothing'}")
 
 
 if __name__ == "__main__":

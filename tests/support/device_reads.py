@@ -19,16 +19,8 @@ from torch.utils._pytree import tree_leaves
 from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
 
-READS = {
-    "_local_scalar_dense",
-    "is_nonzero",
-    "equal",
-    "nonzero",
-    "masked_select",
-    "unique_consecutive",
-    "_unique2",
-    "unique_dim",
-}
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
+READS |= {"unique_consecutive", "_unique2", "unique_dim"}
 """ATen operators whose result, or its shape, the host must know: `.item()`, `if tensor`, and so on."""
 
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
