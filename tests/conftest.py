@@ -1,8 +1,6 @@
 """Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed), a
 real Slurm where its programs are, a server that is as S3, and Chromium."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import signal

@@ -1,7 +1,5 @@
 """A study's own code: training, kill, resume, export, and trust."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -12,15 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from sklearn.metrics import recall_score
-from support.command_line import (
-    finish,
-    hpo_command,
-    ok,
-    saved_steps,
-    start_hpo,
-    stored,
-    wait_until,
-)
+from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo, stored, wait_until
 from support.jsonl_sets import write_set
 from support.own_code_studies import EXAMPLE, NOTED, TASKS, write
 from support.readme import README

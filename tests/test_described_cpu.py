@@ -1,7 +1,5 @@
 """Each kind of CPU, described in /proc/cpuinfo: the probe finds its instructions."""
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The record of a device, memory, utilisation and energy."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Each example of `studies/examples`, copied by `hpo new` and run with fewer steps; the template as it is."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import stat

@@ -1,7 +1,5 @@
 """Poolings, losses, optimisers, schedules, kinds and sources of data of a study's own code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

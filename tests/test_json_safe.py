@@ -1,7 +1,5 @@
 """Values of numpy, torch and floats outside JSON."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -4,8 +4,6 @@ A docstring starts with a noun or a verb ("Return the lease."), not with a claus
 Relative words make long sentences; two short sentences are plainer.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Imports go downward: by floor, and inside `study` by room. No imports form a circle, for types too."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Finding out whether a GPU is lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Heads, metrics and encoders of a study's own code."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

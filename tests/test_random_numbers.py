@@ -1,7 +1,5 @@
 """Seeds and states of the random number generators."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

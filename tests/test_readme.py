@@ -1,7 +1,5 @@
 """The READMEs are true where a test can tell: reference, commands, files, links."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

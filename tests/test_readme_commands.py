@@ -1,7 +1,5 @@
 """The commands of the READMEs and of the study files' heads: all are taken, and a reader's are executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

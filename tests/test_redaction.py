@@ -1,7 +1,5 @@
 """Secrets in URLs and texts."""
 
-from __future__ import annotations
-
 import pytest
 
 from hpo.redaction import redact, without_secrets

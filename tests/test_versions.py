@@ -1,7 +1,5 @@
 """Installation hints name the extras of this project, and pins make an installation repeatable."""
 
-from __future__ import annotations
-
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, version
 from itertools import chain

@@ -1,7 +1,5 @@
 """The wheel of the package: its files, and its commands in an empty folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

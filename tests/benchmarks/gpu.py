@@ -1,12 +1,15 @@
 """Training on one GPU: hpo, Hugging Face Trainer and a plain loop, in turn: `make bench BENCH=gpu`.
 
 By hand, also without a network: `python3 tests/benchmarks/gpu.py`. Each trains a fresh BERT-base on generated
-texts, with the same batch size and optimiser. Figures are printed at once. The parts run in this order:
+texts, with the same batch size and optimiser. The parts run in this order, and no part begins when the time
+is over. The last line says what was left out.
 
 rounds      bf16: all contenders in turn, after one round that is not counted
 variants    long texts: hpo without CUDA graphs, and with `compile: default` of each layer
+products    the rate of a layer's matrix products alone, and the share of it that training reaches
 workers     trials in an hour of a study, with 1 and with 4 workers on the device
 profile     where a step spends its time, of texts with which hpo is slower than wanted; all with --profile
+precisions  fp16, tf32 and fp32: hpo alone
 """
 
 from __future__ import annotations
@@ -42,10 +45,11 @@ from workload import Workload, spread, study_content, write_workload
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
 from hpo.outcome import TrialResult
+from hpo.precision.table import support
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import Callbacks
 
-PARTS = ("rounds", "variants", "workers", "profile")
+PARTS = ("rounds", "variants", "products", "workers", "profile", "precisions")
 PEERS: dict[str, Callable[..., dict[str, Any]]] = {
     "trainer": peers.run_tuned_trainer,
     "plain": peers.run_plain,
@@ -57,6 +61,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 WANTED = {"long": 1.5, "short": 2.0}
 """How many times as fast as Trainer hpo is to train in bf16, by workload."""
+OTHER_PRECISIONS = ("fp16", "tf32", "fp32")
 UNITS = {
     "train": "examples/s",
     "evaluate": "examples/s",
@@ -65,13 +70,17 @@ UNITS = {
     "setup": "s before the first step",
     "outside": "s of a trial outside training and evaluation",
 }
+RESERVED_SECONDS, TRIAL_SECONDS, STUDY_SECONDS = 45.0, 12.0, 25.0
+"""Time that rounds leave to the other parts, and that one trial and one study of `workers` may take."""
 
 
 class Report:
-    """Prints figures as they are measured, and adds them to a file."""
+    """Prints figures as they are measured, and knows how much time is left."""
 
-    def __init__(self, results: Path | None) -> None:
+    def __init__(self, seconds: float, results: Path | None) -> None:
+        self._end = time.monotonic() + seconds
         self._results = results
+        self.left_out: list[str] = []
 
     def figure(self, name: str, values: Sequence[float], unit: str) -> None:
         print(f"{name:36} {spread(values)} {unit}", flush=True)
@@ -81,6 +90,13 @@ class Report:
         if self._results:
             with self._results.open("a") as lines:
                 print(json.dumps(facts), file=lines)
+
+    def allows(self, name: str, seconds: float = 0.0) -> bool:
+        """Whether there is time for something that takes `seconds`. If not, it is noted as left out."""
+        if time.monotonic() + seconds < self._end:
+            return True
+        self.left_out.append(name)
+        return False
 
 
 def make_workloads(folder: Path, device: str, *, tiny: bool) -> dict[str, Workload]:
@@ -103,59 +119,74 @@ class Benchmark:
     def __init__(self, report: Report, folder: Path, device: DeviceInfo, arguments: Any) -> None:
         self.report, self.folder, self.device, self.arguments = report, folder, device, arguments
         self.workloads = make_workloads(folder, device.type, tiny=arguments.tiny)
-        self.measured: dict[tuple[str, str], dict[str, list[float]]] = {}
-        """By workload and contender: {measure: one value for each counted round}."""
-        self._executors: dict[str, Executor] = {}
+        self.measured: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+        """By workload, precision and contender: {measure: one value for each counted round}."""
+        self._costs: dict[str, ours.TrainingCost] = {}
+        self._executors: dict[tuple[str, str], Executor] = {}
 
-    def study(self, workload: str) -> dict[str, Any]:
-        content = study_content(self.workloads[workload], self.folder / workload, "bf16")
+    def study(self, workload: str, precision: str) -> dict[str, Any]:
+        content = study_content(self.workloads[workload], self.folder / workload, precision)
+        if self.arguments.compile:
+            content["training"]["compile"] = self.arguments.compile
+        if self.arguments.no_graphs:
+            content["training"]["cuda_graphs"] = False
         return content | {"compat": {}, "amp": {"allow_emulated": self.arguments.tiny}}
 
     def run_hpo(
-        self, workload: str, callbacks: Callbacks = ours.NO_CALLBACKS, **params: Any
+        self, workload: str, precision: str, callbacks: Callbacks = ours.NO_CALLBACKS, **params: Any
     ) -> dict[str, float]:
         """One trial. Its executor keeps data and tokens for the next one, as in a study."""
-        if workload not in self._executors:
-            work = self.folder / f"{workload}-hpo"
+        key = (workload, precision)
+        if key not in self._executors:
+            work = self.folder / f"{workload}-{precision}"
             work.mkdir()
-            self._executors[workload] = ours.build_executor(self.study(workload), work, ours.MeasuredOnce())
+            self._executors[key] = ours.build_executor(self.study(*key), work, ours.MeasuredOnce())
         started = time.perf_counter()
-        result = ours.run_trial(self._executors[workload], callbacks, params)
-        return measures(result, time.perf_counter() - started)
+        result = ours.run_trial(self._executors[key], callbacks, params)
+        wall = time.perf_counter() - started
+        if workload not in self._costs:
+            throughput = result.telemetry["throughput"]
+            self._costs[workload] = ours.training_cost(self._executors[key], throughput)
+        return measures(result, wall)
 
-    def run_contender(self, workload: str, name: str, number: int) -> None:
+    def run_contender(self, workload: str, precision: str, name: str, number: int) -> None:
         """Measure a contender in a round. Round 0 is shown and not counted."""
         with redirect_stdout(sys.stderr):  # Trainer prints
             if name in OURS:
-                measured = self.run_hpo(workload, **OURS[name])
+                measured = self.run_hpo(workload, precision, **OURS[name])
             else:
-                measured = PEERS[name](self.folder / workload, self.workloads[workload], "bf16")
+                measured = PEERS[name](self.folder / workload, self.workloads[workload], precision)
         facts = ", ".join(f"{measure} {value:.4g}" for measure, value in measured.items())
-        print(f"  round {number}, {workload} bf16 {name}: {facts}", flush=True)
-        self.report.record({"round": number, "workload": workload, "contender": name} | measured)
+        print(f"  round {number}, {workload} {precision} {name}: {facts}", flush=True)
+        work = {"round": number, "workload": workload, "precision": precision, "contender": name}
+        self.report.record(work | measured)
         if number:
-            values = self.measured.setdefault((workload, name), defaultdict(list))
+            values = self.measured.setdefault((workload, precision, name), defaultdict(list))
             for measure, value in measured.items():
                 values[measure].append(value)
 
-    def show(self, workload: str, name: str) -> None:
-        for measure, values in self.measured[workload, name].items():
-            self.report.figure(f"{workload} bf16 {name}: {measure}", values, UNITS[measure])
+    def show(self, workload: str, precision: str, name: str) -> None:
+        for measure, values in self.measured[workload, precision, name].items():
+            self.report.figure(f"{workload} {precision} {name}: {measure}", values, UNITS[measure])
 
     def ratios(self, workload: str, peer: str, measure: str = "train") -> list[float]:
         """How many times as fast as a peer hpo is, by rounds."""
-        of_hpo, of_peer = (self.measured[workload, name][measure] for name in ("hpo", peer))
+        of_hpo, of_peer = (self.measured[workload, "bf16", name][measure] for name in ("hpo", peer))
         return [one / other for one, other in zip(of_hpo, of_peer, strict=True)]
 
     def rounds(self) -> None:
-        names = ("hpo", *PEERS)
+        names, needed = ("hpo", *PEERS), 0.0
         for number in range(self.arguments.rounds + 1):
+            if number > 1 and not self.report.allows(f"round {number}", needed):
+                break
+            started = time.monotonic()
             for workload in self.workloads:
                 for name in names:
-                    self.run_contender(workload, name, number)
+                    self.run_contender(workload, "bf16", name, number)
+            needed = time.monotonic() - started + self.arguments.scale * RESERVED_SECONDS
         for workload, wanted in WANTED.items():
             for name in names:
-                self.show(workload, name)
+                self.show(workload, "bf16", name)
             for peer in PEERS:
                 ratios = self.ratios(workload, peer, "evaluate")
                 self.report.figure(f"{workload} bf16 hpo over {peer}: evaluate", ratios, "x")
@@ -169,27 +200,55 @@ class Benchmark:
             print("variants: left out. A CPU has no CUDA graphs, and takes minutes to compile.")
             return
         for name in ("hpo-eager", "hpo-compiled"):
-            self.run_contender("long", name, 1)
-            self.show("long", name)
+            self.run_contender("long", "bf16", name, 1)
+            self.show("long", "bf16", name)
+
+    def products(self) -> None:
+        for workload in self.workloads:
+            self.show_share(workload, "bf16")
+
+    def show_share(self, workload: str, precision: str) -> None:
+        """The rate of the matrix products, and the share of it that training in that precision reached."""
+        if (workload, precision, "hpo") not in self.measured:
+            self.run_contender(workload, precision, "hpo", 1)
+        cost, batch_size = self._costs[workload], self.workloads[workload].batch_size
+        rate = ours.product_rate(cost, batch_size, precision, self.device.type, 0.5 * self.arguments.scale)
+        self.report.figure(f"{workload} {precision}: products", [rate / 1e12], "TFLOP/s")
+        values = self.measured[workload, precision, "hpo"]["train"]
+        shares = [value * cost.flops / rate for value in values]
+        self.report.figure(f"{workload} {precision} hpo: share of products", shares, "")
 
     def profile(self) -> None:
         for workload, wanted in WANTED.items():
-            has_peer = (workload, "trainer") in self.measured
+            has_peer = (workload, "bf16", "trainer") in self.measured
             is_fast = has_peer and statistics.median(self.ratios(workload, "trainer")) >= wanted
-            if is_fast and not self.arguments.profile:
+            if (is_fast and not self.arguments.profile) or not self.report.allows(f"profile of {workload}"):
                 continue
-            events, profiled = profile_steps(partial(self.run_hpo, workload), self.device)
+            events, profiled = profile_steps(partial(self.run_hpo, workload, "bf16"), self.device)
             unprofiled = None
-            if known := self.measured.get((workload, "hpo")):
+            if known := self.measured.get((workload, "bf16", "hpo")):
                 unprofiled = self.workloads[workload].batch_size / statistics.median(known["train"])
             lines = describe_profile(events, profiled, unprofiled)
             print(f"{workload} bf16 hpo:", *lines, sep="\n", flush=True)
 
+    def precisions(self) -> None:
+        for workload in self.workloads:
+            for precision in OTHER_PRECISIONS:
+                name, answer = f"{workload} {precision}", support(precision, self.device)
+                if answer.level == "unsupported" or (answer.level == "emulated" and not self.arguments.tiny):
+                    print(f"{name}: left out. {answer.reason}")
+                elif self.report.allows(name, self.arguments.scale * TRIAL_SECONDS):
+                    self.run_contender(workload, precision, "hpo", 1)
+                    self.show(workload, precision, "hpo")
+                    self.show_share(workload, precision)
+
     def workers(self) -> None:
         for count in self.arguments.workers:
-            num_rows = 16 if self.arguments.tiny else 2048
-            rate = ours.trials_per_hour(self.study("short"), count, num_rows)
-            self.report.figure(f"short bf16: trials, {count} at a time", [rate], "in an hour")
+            name = f"short bf16: trials, {count} at a time"
+            if self.report.allows(name, self.arguments.scale * STUDY_SECONDS):
+                num_rows = 16 if self.arguments.tiny else 2048
+                rate = ours.trials_per_hour(self.study("short", "bf16"), count, num_rows)
+                self.report.figure(name, [rate], "in an hour")
 
 
 def measures(result: TrialResult, wall: float) -> dict[str, float]:
@@ -204,9 +263,9 @@ def measures(result: TrialResult, wall: float) -> dict[str, float]:
     }
 
 
-def driver() -> str:
+def driver(proc: Path = Path("/proc")) -> str:
     """The version of NVIDIA's driver, as the kernel tells it."""
-    told = Path("/proc/driver/nvidia/version")
+    told = proc / "driver/nvidia/version"
     found = re.findall(r"\b\d{3,}\.[.\d]+", told.read_text() if told.exists() else "")
     return found[0] if found else "unknown"
 
@@ -215,30 +274,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"default: all of {', '.join(PARTS)}")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try it")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted, at most")
+    parser.add_argument("--seconds", type=float, default=145.0, help="when to end")
     parser.add_argument("--results", type=Path, help="a file to which figures are added as lines of JSON")
     parser.add_argument("--profile", action="store_true", help="profile all texts in any case")
+    parser.add_argument("--compile", help="the mode of `compile` for hpo; to compile takes minutes")
+    parser.add_argument("--no-graphs", action="store_true", help="hpo without CUDA graphs")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="how many on the device")
     parser.add_argument("--tiny", action="store_true", help="a tiny encoder and few texts, to try it")
     given = parser.parse_args(arguments)
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"a part must be one of {', '.join(PARTS)}, but got {', '.join(sorted(unknown))}")
-    report = Report(given.results)
+    given.scale = 0.02 if given.tiny else 1.0  # of the times that are taken or expected
+    report = Report(given.seconds, given.results)
     try:
         device = probe_device(given.device)
     except InputError as error:
         parser.error(str(error))
     header = (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {device.describe()}, driver {driver()}, torch "
-        f"{torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"
+        f"{torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}, "
+        f"hpo with compile: {given.compile or 'none'}, cuda_graphs: {not given.no_graphs}"
     )
     print(f"{header}; median (minimum to maximum)", flush=True)
     report.record({"header": header})
     with tempfile.TemporaryDirectory() as folder:
         benchmark = Benchmark(report, Path(folder), device, given)
         for part in PARTS:
-            if not given.parts or part in given.parts:
+            if (not given.parts or part in given.parts) and report.allows(part):
                 getattr(benchmark, part)()
+    print(f"left out for lack of time: {', '.join(report.left_out) or 'nothing'}")
 
 
 if __name__ == "__main__":

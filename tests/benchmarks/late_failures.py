@@ -7,8 +7,8 @@ every trial becomes NaN when it has used a given share of its budget. Worker, cl
 database are the real ones. Only the training is made up: the score depends on the learning rate and the batch
 size, and its noise shrinks as a trial trains. The precision has no effect on it.
 
-The table shows the mean and the maximum over the seeds: the broken precision's share of the starts, and its
-compute in whole trials. A whole trial counts 1.
+The table shows the mean and the maximum over the seeds: the broken precision's share of the starts, its share
+of the compute, and its compute in whole trials. A whole trial counts 1.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import statistics
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optuna
 
@@ -43,8 +42,9 @@ BROKEN = "fp16"
 SAMPLERS = ("tpe", "gp", "nsga2")
 PRUNERS = ("promote", "none")
 BREAKS = (0.04, 0.12, 0.36, 1.0)
-MOST, MOST_TRIALS = 0.15, 3.0
-"""Wanted: at most this share of the starts, and at most so many whole trials."""
+MOST = 0.15
+"""Wanted: at most this share of the starts, and of the compute unless `MOST_TRIALS` whole trials are more."""
+MOST_TRIALS = 3.0
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,19 @@ class Case:
         return StudyConfig.model_validate(content)
 
 
-class Spent(NamedTuple):
-    """Costs of the broken precision in a study."""
+@dataclass(frozen=True)
+class Spent:
+    """What one precision of a study took."""
 
     starts: float
     """Share of the trials that began."""
+    compute: float
+    """Share of the compute."""
     whole_trials: float
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.starts <= MOST and (self.compute <= MOST or self.whole_trials <= MOST_TRIALS)
 
 
 class Trainer:
@@ -93,30 +100,36 @@ class Trainer:
         rungs = () if self.promotion is None else self.promotion.rungs
         self.evaluate_at = (*rungs, 1.0)
         self.starts: Counter[str] = Counter()
-        self.whole_trials = 0.0
-        """Compute of the broken precision."""
+        self.compute: Counter[str] = Counter()
 
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = suggest(self.config.search_space, trial)
         lease.store_params()
+        precision = params["fp_precision"]
         begin = trial.user_attrs.get(RESUMED_ATTR, 0.0)
-        self.starts[params["fp_precision"]] += not begin
-        is_broken = params["fp_precision"] == BROKEN
+        self.starts[precision] += not begin
         for index, share in enumerate(self.evaluate_at, 1):
             if share <= begin:
                 continue
-            if is_broken and share >= self.case.breaks_at:
-                self.whole_trials += self.case.breaks_at - begin
+            if precision == BROKEN and share >= self.case.breaks_at:
+                self.compute[precision] += self.case.breaks_at - begin
                 return self._result(params, Outcome.NONFINITE)
             score = self._score(params, share)
             row = EvaluationRow(index, epoch=share, seconds=share, metrics={"score": score})
             lease.report(row, index, score)
-            if self.promotion and (rung := self.promotion.pauses_at(share, begin)):
-                self.whole_trials += is_broken * (share - begin)
+            rung = self.promotion and self.promotion.pauses_at(share, begin)
+            if rung:
+                self.compute[precision] += share - begin
                 lease.pause(rung, [score])
                 return self._result(params, Outcome.PAUSED)
-        self.whole_trials += is_broken * (1.0 - begin)
+        self.compute[precision] += 1.0 - begin
         return self._result(params, Outcome.COMPLETE, score)
+
+    def spent(self, precision: str) -> Spent:
+        compute = self.compute[precision]
+        return Spent(
+            self.starts[precision] / self.starts.total(), compute / sum(self.compute.values()), compute
+        )
 
     def _score(self, params: dict[str, Any], share: float) -> float:
         best = -4.0 + 0.2 * math.log2(params["batch_size"] / 8)
@@ -148,21 +161,23 @@ def run(case: Case) -> Spent:
         ended = run_worker(config, storage, trainer, WorkerOptions(poll_seconds=0.01)).ended
     if ended != "finished":
         raise RuntimeError(f"{case} must finish, but it ended as {ended}.")
-    return Spent(trainer.starts[BROKEN] / trainer.starts.total(), trainer.whole_trials)
+    return trainer.spent(BROKEN)
 
 
 def line(sampler: str, pruner: str, breaks_at: float, found: list[Spent]) -> str:
     """One line of the table."""
 
-    def cell(values: Sequence[float], form: str) -> str:
+    def cell(values: list[float], form: str) -> str:
         return f"{statistics.mean(values):{form}} ({max(values):{form}})"
 
-    starts, trials = zip(*found, strict=True)
-    cells = f"starts {cell(starts, '3.0%')}, whole trials {cell(trials, '4.1f')}"
-    is_wanted = max(starts) <= MOST and max(trials) <= MOST_TRIALS
-    return (
-        f"{sampler:6} {pruner:8} breaks at {breaks_at:4.0%}: {cells}{'' if is_wanted else '  NOT as wanted'}"
+    cells = (
+        f"starts {cell([one.starts for one in found], '3.0%')}",
+        f"compute {cell([one.compute for one in found], '3.0%')}",
+        f"whole trials {cell([one.whole_trials for one in found], '4.1f')}",
     )
+    is_wanted = all(one.is_wanted for one in found)
+    told = "" if is_wanted else "  NOT as wanted"
+    return f"{sampler:6} {pruner:8} breaks at {breaks_at:4.0%}: {', '.join(cells)}{told}"
 
 
 def main() -> None:

@@ -6,15 +6,14 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import yaml
-from workload import Workload, study_content
+from workload import Workload, mark, seconds_between, study_content
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
@@ -23,12 +22,12 @@ from hpo.device import probe_device
 from hpo.outcome import TrialResult
 from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISIONS, AmpConfig
-from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import TrialRecord
-from hpo.study.store.storage import open_storage
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.executor import NO_CALLBACKS, Executor
-from hpo.trial.telemetry import Callbacks, training_flops
+from hpo.trial.telemetry import Callbacks
+
+if TYPE_CHECKING:
+    from hpo.study.reading.study_record import TrialRecord
 
 STORAGE = "sqlite:///hpo.db"
 NUM_TRIALS, NUM_ROWS = 50, 64
@@ -82,25 +81,51 @@ def run_hpo(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
         throughput = run_trial(executor).telemetry["throughput"]
         measured = rates(throughput)
         if precision == "fp32":
-            measured["product_share"] = product_share(executor, workload.batch_size, throughput)
+            cost = training_cost(executor, throughput)
+            possible = product_rate(cost, workload.batch_size, precision, workload.device)
+            measured["product_share"] = measured["train"] * cost.flops / possible
     return measured
 
 
-def product_share(
-    executor: Executor, batch_size: int, throughput: Mapping[str, float], seconds: float = 3.0
+class TrainingCost(NamedTuple):
+    """What one example costs in training, and the sizes of the model's matrix products."""
+
+    flops: float
+    tokens: float
+    hidden_size: int
+    intermediate_size: int
+
+
+def training_cost(executor: Executor, throughput: Mapping[str, float]) -> TrainingCost:
+    """The cost of an example of the length that `throughput` is of."""
+    from hpo.trial.telemetry import training_flops
+
+    examples, tokens = throughput["train_examples_per_second"], throughput["train_tokens_per_second"]
+    model = executor.loader.build_model(build_trial_config(executor.study, {}, "fp32", executor.amp))
+    flops = training_flops(model, round(1000 * tokens), round(1000 * examples))
+    sizes = model.encoder.config
+    return TrainingCost(
+        flops / (1000 * examples), tokens / examples, sizes.hidden_size, sizes.intermediate_size
+    )
+
+
+def product_rate(
+    cost: TrainingCost, batch_size: int, precision: str, device: str, seconds: float = 3.0
 ) -> float:
-    """Rate of training in fp32 on a CPU, as a share of the rate of a layer's matrix products alone.
+    """FLOP/s of the matrix products of a transformer layer's training step, without anything else.
 
     Forward, and backward to inputs and weights, of the four attention projections and the two feed-forward
     layers over the tokens of a batch, in turn until `seconds` are over.
     """
-    examples, tokens = throughput["train_examples_per_second"], throughput["train_tokens_per_second"]
-    model = executor.loader.build_model(build_trial_config(executor.study, {}, "fp32", executor.amp))
-    hidden, inner = model.encoder.config.hidden_size, model.encoder.config.intermediate_size
-    num_tokens = round(batch_size * tokens / examples)
+    hidden, inner, num_tokens = cost.hidden_size, cost.intermediate_size, round(batch_size * cost.tokens)
     shapes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
+    options: Any = {"dtype": getattr(torch, PRECISIONS[precision].linear_dtype), "device": device}
     operands = [
-        (torch.randn(num_tokens, inputs), torch.randn(outputs, inputs), torch.randn(num_tokens, outputs))
+        (
+            torch.randn(num_tokens, inputs, **options),
+            torch.randn(outputs, inputs, **options),
+            torch.randn(num_tokens, outputs, **options),
+        )
         for inputs, outputs in shapes
     ]
 
@@ -110,16 +135,18 @@ def product_share(
             gradient_TO @ weight_OI
             gradient_TO.T @ input_TI
 
-    num_layers = 0
-    with backend_flags(PRECISIONS["fp32"], AmpConfig(tf32=False, cudnn_benchmark=False)):
+    layers_at_once = 1 if device == "cpu" else 10  # a GPU is waited for after each
+    num_layers, elapsed = 0, 0.0
+    with backend_flags(PRECISIONS[precision], AmpConfig(tf32=False, cudnn_benchmark=False)):
         layer()
-        started = time.perf_counter()
-        while (elapsed := time.perf_counter() - started) < seconds:
-            layer()
-            num_layers += 1
+        started = mark(device)
+        while elapsed < seconds:
+            for _ in range(layers_at_once):
+                layer()
+            num_layers += layers_at_once
+            elapsed = seconds_between(started, mark(device))
     flops = sum(3 * 2 * num_tokens * inputs * outputs for inputs, outputs in shapes)
-    trained = training_flops(model, round(1000 * tokens), round(1000 * examples)) / 1000
-    return trained / (num_layers * flops / elapsed)
+    return num_layers * flops / elapsed
 
 
 def grid_of_rates(content: dict[str, Any], num_trials: int, num_rows: int) -> dict[str, Any]:
@@ -137,6 +164,9 @@ def grid_of_rates(content: dict[str, Any], num_trials: int, num_rows: int) -> di
 
 def run_grid(content: dict[str, Any], *options: str) -> list[TrialRecord]:
     """The trials of `hpo run` with these options, from an empty folder, in the order of their numbers."""
+    from hpo.study.reading.reader import read_study
+    from hpo.study.store.storage import open_storage
+
     with tempfile.TemporaryDirectory() as work:
         Path(work, "study.yaml").write_text(yaml.safe_dump(content))
         command = [sys.executable, "-m", "hpo", "run", "study.yaml", "--storage", STORAGE, "--json", *options]

@@ -11,6 +11,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,13 @@ def read_tasks(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "tasks.json").read_text())["tasks"])
 
 
-def read_split(folder: Path, split: str, max_length: int, tokenizer: str) -> list[dict[str, Any]]:
+def read_split(
+    folder: Path, split: str, max_length: int, num_rows: int | None = None, tokenizer: str = "minilm"
+) -> list[dict[str, Any]]:
     """The tokenised rows of a split: input_ids and, for each task, a class or a multi-hot vector."""
     read = AutoTokenizer.from_pretrained(minilm_folder() if tokenizer == "minilm" else tokenizer)
     with (folder / f"{split}.jsonl").open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+        rows = [json.loads(line) for line in islice(lines, num_rows)]
     encoded = read([row["text"] for row in rows], truncation=True, max_length=max_length)["input_ids"]
 
     def target(task: Mapping[str, Any], label: Any) -> Any:
@@ -114,7 +117,7 @@ def read_split(folder: Path, split: str, max_length: int, tokenizer: str) -> lis
 def read_splits(folder: Path, workload: Workload) -> list[list[dict[str, Any]]]:
     """The tokenised rows of training and of validation."""
     return [
-        read_split(folder, split, workload.max_length, workload.tokenizer)
+        read_split(folder, split, workload.max_length, tokenizer=workload.tokenizer)
         for split in ("train", "validation")
     ]
 

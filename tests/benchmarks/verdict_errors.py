@@ -56,6 +56,8 @@ class Cell:
     """True loss in points."""
     looks: Sequence[int] = LOOKS
     margin: float = 0.5
+    is_exempt: bool = False
+    """Whether the sentence states the condition under which the verdict holds."""
     has_learned: bool = True
     """Whether any verdict can be right."""
 
@@ -135,8 +137,8 @@ class Accuracy:
 
     A run of the other model flips `flips` of the rows, half of them for the better, and moves by its seed
     (`spread`, standard deviation in points). `loss` points are lost in rows that each run draws anew, `rows`
-    is the share of all rows that is lost in all runs, `nan` the share of runs without predictions on either
-    side.
+    is the share of all rows that is lost in all runs, `collapses` the share of runs that lose 20 points,
+    `nan` the share of runs without predictions on either side.
     """
 
     num_rows: int = 1000
@@ -146,6 +148,7 @@ class Accuracy:
     spread: float = 0.2
     loss: float = 0.0
     rows: float = 0.0
+    collapses: float = 0.0
     nan: float = 0.0
     same_rows: bool = False
 
@@ -163,7 +166,8 @@ class Accuracy:
                 flipped_N = (tends_N & (rng.random(num) < 0.5)) ^ self.flipped(base_N, 0.0, shift, rng)
             else:
                 flipped_N = self.flipped(base_N, self.flips, shift, rng)
-            lost_N = always_N | (base_N & (rng.random(num) < self.loss / 100 / RIGHT))
+            drop = self.loss / 100 + 0.2 * (rng.random() < self.collapses)
+            lost_N = always_N | (base_N & (rng.random(num) < drop / RIGHT))
             reference.append(self.run(truth_N, base_N, rng))
             other.append(self.run(truth_N, (base_N ^ flipped_N) & ~lost_N, rng))
         truths = [*map("c{}".format, truth_N.tolist()), *[None] * (self.num_rows - num)]
@@ -274,8 +278,6 @@ def cells() -> list[Cell]:
     one, many = (1,), (9, 19, 50)
     few = {"labelled": 50, "flips": 0.002}
     alike = {"rows": 0.005, "spread": 0.0}
-    lost = "loss of 0.5 % of the rows"
-    same_rows, many_rows = Accuracy(loss=0.5, same_rows=True), Accuracy(10_000, flips=0.005, spread=0.0)
     score = "one model each: mean of two tasks, one labelled in 50 rows loses 2 %"
 
     def rare(name: str, num_classes: int, rows: int, lost: float, looks: Sequence[int] = LOOKS) -> Cell:
@@ -291,9 +293,11 @@ def cells() -> list[Cell]:
         Cell("no difference, macro F1, 1,000 rows", macro, Accuracy(), 0.0),
         Cell("no difference, the same rows flip, 1,000 rows", accuracy, Accuracy(same_rows=True), 0.0),
         Cell("loss of 0.5 in all runs and rows, 1,000 rows", accuracy, Accuracy(loss=0.5), 0.5),
-        Cell("loss of 0.5, the same rows flip, 1,000 rows", accuracy, same_rows, 0.5),
-        Cell(f"{lost}, 1,000 rows", accuracy, Accuracy(rows=0.005), 0.5),
-        Cell(f"{lost}, no flips, 1,000 rows", accuracy, Accuracy(flips=0.0, **alike), 0.5),
+        Cell(
+            "loss of 0.5, the same rows flip, 1,000 rows", accuracy, Accuracy(loss=0.5, same_rows=True), 0.5
+        ),
+        Cell("loss of 0.5 % of the rows, 1,000 rows", accuracy, Accuracy(rows=0.005), 0.5),
+        Cell("loss of 0.5 % of the rows, no flips, 1,000 rows", accuracy, Accuracy(flips=0.0, **alike), 0.5),
         Cell("50 of 1,000 rows labelled, 1 % lost", accuracy, Accuracy(rows=0.01, **few), 1.0),
         Cell("50 of 1,000 rows labelled, 2 % lost", accuracy, Accuracy(rows=0.02, **few), 2.0),
         rare("macro F1, 20 classes, a class of 5 rows loses 20 %", 20, 5, 0.2),
@@ -301,13 +305,27 @@ def cells() -> list[Cell]:
         rare("one model each: macro F1, 10 classes, a class of 3 rows loses 30 %", 10, 3, 0.3, one),
         Cell("span F1, spans in 50 of 1,000 texts, 2 % missed", SPANS, Spans(50, 0.02), 1.9),
         Cell("span F1, spans in 100 of 1,000 texts, 2 % missed", SPANS, Spans(100, 0.02), 1.9),
+        Cell("one run in twenty loses 20 points", accuracy, Accuracy(collapses=0.05), 1.0, is_exempt=True),
         Cell("NaN in 10 % of the runs of both, 50 runs", accuracy, Accuracy(200, nan=0.1), 0.0, many),
         Cell("NaN in 20 % of the runs of both, 50 runs", accuracy, Accuracy(200, nan=0.2), 0.0, many),
         nothing(50, 1000),
         nothing(3000, 3000),
         ScoreCell(score, {}, TwoTasks(0.02), 1.0, one),
-        Cell(f"one model each: {lost}, 3,000 rows", accuracy, Accuracy(3000, **alike), 0.5, one),
-        Cell("one model each: no difference, 10,000 rows", accuracy, many_rows, 0.0, one),
+        Cell(
+            "one model each: loss of 0.5 % of the rows, 3,000 rows",
+            accuracy,
+            Accuracy(3000, **alike),
+            0.5,
+            one,
+        ),
+        Cell(
+            "one model each: no difference, 10,000 rows",
+            accuracy,
+            Accuracy(10000, flips=0.005, spread=0.0),
+            0.0,
+            one,
+        ),
+        Cell("no difference, 3,000 rows", accuracy, Accuracy(3000), 0.0),
     ]
 
 
@@ -350,7 +368,7 @@ def main() -> None:
             found = rates(cell, asked.studies, asked.seed, partial(pool.map, chunksize=10))
             wrong = max(found[name] for name in cell.wrong)
             above = binomtest(wrong, asked.studies, ERROR, alternative="greater").pvalue < 0.01
-            error = "above 2.5 %" if above else "within 2.5 %"
+            error = "exempt" if cell.is_exempt else "above 2.5 %" if above else "within 2.5 %"
             shares = [_share(found[name], asked.studies) for name in ("as_good", "worse")]
             print("| " + " | ".join([cell.name, f"{cell.loss:.2f}", *shares, error]) + " |", flush=True)
 

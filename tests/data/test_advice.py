@@ -1,7 +1,5 @@
 """Advice from the facts of a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

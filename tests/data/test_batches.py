@@ -1,7 +1,5 @@
 """Batches: tensors, targets and the choice of windows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations, pairwise
 

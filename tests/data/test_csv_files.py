@@ -1,7 +1,5 @@
 """Encodings, delimiters and quotes of csv files."""
 
-from __future__ import annotations
-
 import csv
 import io
 import logging

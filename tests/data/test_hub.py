@@ -1,7 +1,5 @@
 """Data sets of the hub: their cards, csv files and classes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

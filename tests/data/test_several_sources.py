@@ -1,7 +1,5 @@
 """Several sources as one data set."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

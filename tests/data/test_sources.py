@@ -1,7 +1,5 @@
 """Rows and paths of csv and jsonl files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Detection of spans with wrong offsets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

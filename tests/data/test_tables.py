@@ -1,7 +1,5 @@
 """csv, jsonl, parquet and the hub read a cell in the same way: the table of `hpo.data.tables`."""
 
-from __future__ import annotations
-
 import csv
 import json
 from decimal import Decimal

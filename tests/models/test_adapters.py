@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from transformers import AutoModel
 
 import hpo
 from hpo.errors import ModelError, RunError
+from hpo.inference.model import TrainedModel
 from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
 from hpo.trial.best_model import export_checkpoint
@@ -49,7 +48,7 @@ def exported(executor: Executor, folder: Path, name: str, *, merge: bool = False
     return export_checkpoint(executor, folder / "trial", folder / name, StoredTrial(0), merge=merge)
 
 
-def largest_error(one: hpo.TrainedModel, other: hpo.TrainedModel) -> float:
+def largest_error(one: TrainedModel, other: TrainedModel) -> float:
     logits = []
     for model in (one, other):
         inputs = model.tokenizer(TEXTS, return_tensors="pt", padding=True)

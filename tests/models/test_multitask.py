@@ -1,17 +1,8 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from support.tiny_encoders import (
-    FAMILIES,
-    KIND_TASKS,
-    family_model,
-    make_batch,
-    make_model,
-    scalar_loss,
-)
+from support.tiny_encoders import FAMILIES, KIND_TASKS, family_model, make_batch, make_model, scalar_loss
 from torch import nn
 
 from hpo.models.encoder import encoder_layers

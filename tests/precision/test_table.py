@@ -1,7 +1,5 @@
 """Names, support and resolution of precisions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -7,11 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hpo.config.resolved_study import resolve_study
-from hpo.config.study_config import load_study
 from hpo.trial.executor import Executor
 from support.jsonl_sets import write_set
-from support.tiny import CPU, write_study
+from support.tiny import executor_of, write_study
 
 TASKS: dict[str, Any] = {
     "topic": {"kind": "single_label", "classes": ["delivery", "price", "other"]},
@@ -86,5 +84,4 @@ def write_every_kind(folder: Path, *, pairs: bool = False, **changes: Any) -> Pa
 
 
 def every_kind_executor(folder: Path, **changes: Any) -> Executor:
-    study = load_study(write_every_kind(folder, **changes))
-    return Executor(resolve_study(study, CPU), folder / "runs")
+    return executor_of(write_every_kind(folder, **changes))

@@ -30,8 +30,8 @@ from hpo.training.evaluate import predict_logits
 from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor, follow
 from hpo.trial.telemetry import Callbacks
-from support.tiny import CPU, EMULATED, tiny_executor
-from support.tiny_loop import amp_of, config_of, loop_parts, train_for
+from support.tiny import CPU, EMULATED, amp_of, tiny_executor
+from support.tiny_loop import config_of, loop_parts, train_for
 
 NO_DROPOUT = {"dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 0.0}
 collate, compute = loop.collate, MultitaskLoss.__call__

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,16 @@ from hpo.config.study_config import StudyConfig, load_study
 from hpo.config.trial_config import TrialConfig
 from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
+from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
 from hpo.tasks.kind import Task
 from hpo.tasks.options import LossOptions
 from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement, measure
+from hpo.trial.parts import TrialParts, build_trial
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 ENCODER: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES}
@@ -33,6 +37,7 @@ GPU = DeviceInfo(
 )
 CPU_PRECISIONS = [name for name in PRECISIONS if name not in ("tf32", "fp8")]
 EMULATED = AmpConfig(allow_emulated=True, track_stats=True, fallback_to_fp32=False)
+TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 
 TASKS = (
     Task("topic", "single_label", ("a", "b", "c")),
@@ -54,7 +59,7 @@ def write_study(folder: Path, **changes: Any) -> Path:
             "synthetic": {"num_train": 48, "num_validation": 24, "num_test": 24, "max_sentences": 4},
         },
         "model": {"encoder": ENCODER},
-        "training": {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0},
+        "training": TRAINING,
         "amp": {"allow_emulated": True},
         "search_space": {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}},
     }
@@ -86,8 +91,17 @@ def tiny_study(folder: Path, **changes: Any) -> StudyConfig:
     return load_study(write_study(folder, **changes))
 
 
+def executor_of(path: Path, device: DeviceInfo = CPU) -> Executor:
+    """Return the executor of a study file, with its runs beside it."""
+    return Executor(resolve_study(load_study(path), device), path.parent / "runs")
+
+
 def tiny_executor(folder: Path, device: DeviceInfo = CPU, **changes: Any) -> Executor:
-    return Executor(resolve_study(tiny_study(folder, **changes), device), folder / "runs")
+    return executor_of(write_study(folder, **changes), device)
+
+
+def parts_of(executor: Executor, **params: Any) -> TrialParts:
+    return build_trial(executor.resolved, params, executor.loader)
 
 
 def altered_executor(
@@ -151,8 +165,32 @@ def tiny_batch(num: int = 6, length: int = 8, seed: int = 0) -> Batch:
     )
 
 
-def tiny_objective(**options: Any) -> MultitaskLoss:
-    return MultitaskLoss(TASKS, LossOptions(**options), {}, {})
+def amp_of(name: str, device: DeviceInfo = CPU, **changes: Any) -> MixedPrecision:
+    return MixedPrecision(PRECISIONS[name], EMULATED.model_copy(update=changes), device)
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Check that weights, buffers, gradients and modes stay as they are."""
+    tensors, modes = [*model.parameters(), *model.buffers()], [one.training for one in model.modules()]
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    after = [*model.parameters(), *model.buffers()]
+    assert all(one is other for one, other in zip(after, tensors, strict=True))
+    assert all(map(torch.equal, after, before))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [one.training for one in model.modules()] == modes
+
+
+def wide_layer(model: MultitaskModel) -> None:
+    """Make a feed-forward output exceed the largest number of fp16. The norm after it scales it down."""
+    block: Any = encoder_layers(model.encoder)[1]
+    torch.nn.init.constant_(block.intermediate.dense.bias, 10.0)
+    torch.nn.init.normal_(block.output.dense.weight, std=1e4)
+
+
+def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> MultitaskLoss:
+    return MultitaskLoss(tasks, LossOptions(**options), {}, {})
 
 
 def overflow_in_reduced_precision(model: MultitaskModel) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
@@ -27,10 +26,6 @@ from support.tiny import CPU, EMULATED, tiny_batch, tiny_objective
 
 def config_of(executor: Executor, **params: Any) -> TrialConfig:
     return build_trial_config(executor.study, params, "fp32", executor.amp)
-
-
-def amp_of(name: str, device: DeviceInfo = CPU) -> MixedPrecision:
-    return MixedPrecision(PRECISIONS[name], EMULATED, device)
 
 
 def loop_parts(

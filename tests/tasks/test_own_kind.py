@@ -1,7 +1,5 @@
 """A seventh kind of task, defined here, from data to predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

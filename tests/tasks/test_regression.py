@@ -1,7 +1,5 @@
 """Targets of any size reach the loss and the metrics without a loss of digits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -49,12 +47,7 @@ def test_loss_equals_the_loss_in_float64(offset: float, unit: float) -> None:
     huber_N = np.where(np.abs(error_N) < 1, error_N**2 / 2, np.abs(error_N) - 0.5)
     for loss, expected_N in (("mse", error_N**2), ("huber", huber_N)):
         of_batch = loss_sum(
-            task,
-            output_N[:, None],
-            batch.targets["t"],
-            LossOptions(loss),
-            None,
-            batch.attention_mask_BL,
+            task, output_N[:, None], batch.targets["t"], LossOptions(loss), None, batch.attention_mask_BL
         )
         assert of_batch.dtype == torch.float32
         assert of_batch.item() == pytest.approx(expected_N.sum(), rel=1e-5)

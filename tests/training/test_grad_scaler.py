@@ -4,20 +4,16 @@ Faults of other libraries: unscaling twice (accelerate 113), clipping before the
 (accelerate 641), updating the scale before unscaling (DeepSpeed 8588).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.tiny import CPU, EMULATED, tiny_batch
+from support.tiny import amp_of, tiny_batch
+from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch
-from hpo.precision.amp import MixedPrecision
-from hpo.precision.table import PRECISIONS
 from hpo.training.budget import TrainState
 from hpo.training.loop import Learner, accumulate_gradients, apply_gradients
 from hpo.training.optim import build_optimizer
@@ -94,23 +90,18 @@ def reference(optimizer: str) -> list[tuple[np.ndarray, float]]:
     return found
 
 
-def parts(optimizer: str) -> tuple[Linear, torch.optim.Optimizer, Squares, MixedPrecision, Batch]:
-    model = Linear()
-    groups = [{"params": list(model.parameters()), "lr": LEARNING_RATE, "weight_decay": DECAY}]
-    amp = MixedPrecision(PRECISIONS["fp16"], EMULATED.model_copy(update=SCALER), CPU)
-    return model, build_optimizer(optimizer, groups, betas=BETAS), Squares(), amp, tiny_batch(NUM_ROWS)
-
-
 @pytest.mark.parametrize("micro_batch_size", [NUM_ROWS, 3, 1])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_steps_equal_plain_arithmetic(optimizer: str, micro_batch_size: int) -> None:
-    model, update, loss_fn, amp, batch = parts(optimizer)
-    state = TrainState(micro_batch_size=micro_batch_size)
+    model, loss_fn, amp = Linear(), Squares(), amp_of("fp16", **SCALER)
+    group = parameter_group(model.weight, lr=LEARNING_RATE, weight_decay=DECAY)
+    update = build_optimizer(optimizer, [group], betas=BETAS)
+    state, learner = TrainState(micro_batch_size=micro_batch_size), Learner(model, loss_fn, amp)  # type: ignore
     expected = reference(optimizer)
     assert len({scale for _, scale in expected}) > 3, "the scale falls and grows"
     for step, (weight, scale) in enumerate(expected):
         loss_fn.step = state.step = step
-        loss: Any = accumulate_gradients(Learner(model, loss_fn, amp), batch, 0, state)  # type: ignore[arg-type]
+        loss = accumulate_gradients(learner, tiny_batch(NUM_ROWS), 0, state)
         apply_gradients(model, update, loss, amp, MAX_NORM)
         np.testing.assert_allclose(model.weight.detach().double().numpy(), weight, rtol=2e-5, atol=1e-6)
         assert amp.scaler.get_scale() == scale

@@ -1,7 +1,5 @@
 """The training loop against a plain loop; budgets, evaluations, clocks and seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -10,21 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import (
-    CPU,
-    CPU_PRECISIONS,
-    EMULATED,
-    overflow_in_reduced_precision,
-    tiny_model,
-    tiny_study,
-)
+from support.tiny import CPU, CPU_PRECISIONS, amp_of, overflow_in_reduced_precision, tiny_model, tiny_study
 from support.tiny_loop import accumulate, config_of, train_for
 from torch import Tensor, nn
 
 from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
-from hpo.precision.amp import MixedPrecision, backend_flags, tf32_is_on
+from hpo.precision.amp import backend_flags, tf32_is_on
 from hpo.precision.table import PRECISIONS
 from hpo.random_numbers import step_seed
 from hpo.tasks.options import LossOptions
@@ -46,9 +37,8 @@ def test_fp32_fallback_without_tf32() -> None:
     model = tiny_model()
     model.encoder.dense.register_forward_hook(watch)
     overflow_in_reduced_precision(model)
-    config = EMULATED.model_copy(update={"fallback_to_fp32": True, "tf32": True})
-    amp = MixedPrecision(PRECISIONS["bf16"], config, CPU)
-    with backend_flags(amp.precision, config):
+    amp = amp_of("bf16", fallback_to_fp32=True, tf32=True)
+    with backend_flags(amp.precision, amp.config):
         assert accumulate(model, amp).isfinite()
     assert seen == [("forward", True), ("forward", False), ("backward", False)]
 
@@ -117,23 +107,22 @@ def evenly(count: int) -> tuple[Fraction, ...]:
     return EvaluationConfig(per_trial=count).shares(None)
 
 
+def test_evaluations_of_a_budget_in_seconds() -> None:
+    budget = Budget(max_seconds=10.0)
+    for seconds, due in ((0.0, 0), (4.9, 1), (5.0, 2), (9.999999999999998, 3), (10.0, 4), (11.0, 4)):
+        assert budget.evaluations_due(TrainState(train_seconds=seconds), evenly(4)) == due
+
+
 @pytest.mark.parametrize("num_steps", [1, 7, 28, 264])
 def test_exact_steps_of_evaluations(num_steps: int) -> None:
     budget = Budget(max_steps=num_steps)
     for count in range(1, 65):
-        state, made = TrainState(), []
-        for state.step in range(1, num_steps + 1):
-            due = budget.evaluations_due(state, evenly(count))
-            if due > state.num_evaluations:
-                made.append(state.step)
-            state.num_evaluations = due
-        assert made == sorted({math.ceil(Fraction(n * num_steps, count)) for n in range(1, count + 1)}), count
-        assert state.num_evaluations == count
+        for step in range(1, num_steps + 1):
+            due = sum(math.ceil(Fraction(n * num_steps, count)) <= step for n in range(1, count + 1))
+            assert budget.evaluations_due(TrainState(step=step), evenly(count)) == due, (count, step)
 
 
-def test_clocks_of_steps_evaluations_and_compilation(
-    executor: Executor, now: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_of_steps_and_evaluations(executor: Executor, now: list[float], monkeypatch: Any) -> None:
     """Steps take a second. An evaluation queues two seconds on the device; decoding takes eight."""
     state, meter, compiler = TrainState(), ThroughputMeter(CPU, warmup_steps=0), CompileClock()
     queued = [0.0]
@@ -162,12 +151,6 @@ def test_clocks_of_steps_evaluations_and_compilation(
     num_examples = len(executor.loader.tokens("validation", config_of(executor)).examples)
     assert last.examples_per_second == num_examples / 2
     assert (meter.totals().seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
-
-
-def test_evaluations_of_a_budget_in_seconds() -> None:
-    budget = Budget(max_seconds=10.0)
-    for seconds, due in ((0.0, 0), (4.9, 1), (5.0, 2), (9.999999999999998, 3), (10.0, 4), (11.0, 4)):
-        assert budget.evaluations_due(TrainState(train_seconds=seconds), evenly(4)) == due
 
 
 @pytest.mark.parametrize(

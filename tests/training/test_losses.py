@@ -1,7 +1,5 @@
 """Losses against formulas in fp64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -25,13 +23,8 @@ TASKS = {
     "span_per_label": Task("t", "span_per_label", ("a", "b", "c"), "labels", spans_may_overlap=True),
     "regression": Task("t", "regression", target_mean=3.0, target_std=2.0),
 }
-CLASS_WEIGHTS = {
-    "single_label": [0.5, 2.0, 1.5],
-    "multi_label": [0.5, 2.0, 1.5],
-    "token_classification": [0.2, 1.0, 2.0, 3.0, 4.0],
-    "overlapping": [0.2, 1.0, 2.0],
-    "span_per_label": [0.5, 2.0, 1.5],
-}
+CLASS_WEIGHTS = {name: [0.5, 2.0, 1.5] for name in ("single_label", "multi_label", "span_per_label")}
+CLASS_WEIGHTS |= {"token_classification": [0.2, 1.0, 2.0, 3.0, 4.0], "overlapping": [0.2, 1.0, 2.0]}
 UNLABELLED = dict.fromkeys(TASKS, -100) | {"multi_label": -1, "span_per_label": -1, "regression": math.nan}
 CASES = [(name, loss) for name, task in TASKS.items() for loss in KINDS[task.kind].losses]
 LOSSES = ("auto", "focal", "huber")

@@ -1,13 +1,11 @@
 """A global batch in micro-batches: gradients, norm and clipping."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from support.tiny import CPU, TASKS, tiny_model, tiny_objective
-from support.tiny_loop import accumulate, amp_of
+from support.tiny import CPU, TASKS, amp_of, tiny_model, tiny_objective
+from support.tiny_loop import accumulate, parameter_group
 from torch import Tensor, nn
 
 from hpo.training.loop import apply_gradients
@@ -54,13 +52,12 @@ def test_clipping_of_bf16_gradients(device_type: str) -> None:
     model = nn.ParameterList(nn.Parameter(torch.zeros(n, 401, dtype=torch.bfloat16)) for n in (3, 57, 300))
     for number, weight in enumerate(model):
         weight.grad = (1e4 * torch.randn_like(weight) + 10.0**number).to(torch.bfloat16)
-    exact = torch.cat([weight.grad.double().flatten() for weight in model if weight.grad is not None])
+    exact = torch.cat([weight.grad.double().flatten() for weight in model])
     amp = amp_of("bf16-true")
     amp.device = replace(CPU, type=device_type)
-    group = {"name": "all", "params": [*model], "lr": 1.0, "initial_lr": 1.0, "weight_decay": 0.0}
-    optimizer = build_optimizer("sgd", [group], betas=(0.0, 0.0))
+    optimizer = build_optimizer("sgd", [parameter_group(*model)], betas=(0.0, 0.0))
     apply_gradients(model, optimizer, torch.tensor(1.0), amp, max_grad_norm=1.0)
-    clipped = torch.cat([weight.grad.double().flatten() for weight in model if weight.grad is not None])
+    clipped = torch.cat([weight.grad.double().flatten() for weight in model])
     expected = (exact / exact.norm()).to(torch.bfloat16).double()
     # A product that lies between two bf16 numbers may be rounded to either.
     assert bool(((clipped - expected).abs() <= 2**-7 * expected.abs()).all())

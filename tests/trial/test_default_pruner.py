@@ -1,23 +1,19 @@
 """The pruner of a study file without one, chosen by its rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support.tiny import CPU, tiny_executor, write_study
+from support.tiny import CPU, TRAINING, tiny_executor, write_study
 
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.trial.parts import fit_pruner
 
-TRAINING = {"batch_size": 8, "max_length": 64, "dropout": 0.0}
-
 
 def fitted(folder: Path, epochs: float, **changes: Any) -> tuple[StudyConfig, str]:
     """48 rows to train on and 24 to evaluate: an evaluation costs 1/6 of an epoch."""
-    path = write_study(folder, training={**TRAINING, "epochs": epochs}, **changes)
+    path = write_study(folder, training=TRAINING | {"max_steps": None, "epochs": epochs}, **changes)
     content = yaml.safe_load(path.read_text())
     if "pruner" not in changes:
         del content["pruner"]

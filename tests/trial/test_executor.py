@@ -1,16 +1,12 @@
 """The check of a study before its first trial."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
-from support.tiny import ENCODER, altered_executor, tiny_executor
+from support.tiny import ENCODER, altered_executor, parts_of, tiny_executor
 
 from hpo.errors import ModelError
-from hpo.models.multitask import MultitaskModel
-from hpo.trial.parts import build_trial
 from hpo.trial.run import checkpoint_key
 
 
@@ -27,16 +23,11 @@ def test_fresh_model_must_be_finite(tmp_path: Path) -> None:
 
 
 def test_check_tries_the_longest_text_and_keeps_only_tokens(tmp_path: Path) -> None:
-    def limit(model: MultitaskModel) -> None:
-        """Break on the longest text alone."""
+    def refuse(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].shape[1] > 60:
+            raise IndexError("index out of range in self")
 
-        def refuse(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
-            if inputs[0].shape[1] > 60:
-                raise IndexError("index out of range in self")
-
-        model.register_forward_pre_hook(refuse)
-
-    executor = altered_executor(tmp_path, limit)
+    executor = altered_executor(tmp_path, lambda model: model.register_forward_pre_hook(refuse))
     with pytest.raises(ModelError, match=r"cannot run a batch .* IndexError: index out of range"):
         executor.check_study()
     made = {path.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("*") if path.is_file()}
@@ -49,6 +40,5 @@ def test_checkpoint_key_depends_on_the_model(tmp_path: Path) -> None:
     keys = set()
     for layers in (2, 1, 2):
         executor = tiny_executor(tmp_path, model={"encoder": ENCODER | {"num_hidden_layers": layers}})
-        parts = build_trial(executor.resolved, {"fp_precision": "fp32"}, executor.loader)
-        keys.add(checkpoint_key("trial", parts))
+        keys.add(checkpoint_key("trial", parts_of(executor, fp_precision="fp32")))
     assert len(keys) == 2

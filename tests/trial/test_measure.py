@@ -1,7 +1,5 @@
 """Measurements of modules with planted faults."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -9,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU_PRECISIONS, TinyEncoder, tiny_batch, tiny_measurement, tiny_model, tiny_objective
+from support.tiny import (
+    CPU_PRECISIONS,
+    TinyEncoder,
+    tiny_batch,
+    tiny_measurement,
+    tiny_model,
+    tiny_objective,
+    unchanged,
+)
 from torch import Tensor, nn
 
 from hpo.config.sections import CompatConfig
@@ -21,11 +27,8 @@ Compute = Callable[[nn.Linear, Tensor], Tensor]
 
 def check(encoder: nn.Module | None, name: str, **amp: Any) -> Compatibility:
     model = tiny_model(encoder)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    measurement = tiny_measurement(model, tiny_batch(), tiny_objective(), name, **amp)
-    assert model.training
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
+    with unchanged(model):
+        measurement = tiny_measurement(model, tiny_batch(), tiny_objective(), name, **amp)
     return judge(measurement, CompatConfig())
 
 

@@ -1,7 +1,5 @@
 """The operator of the first non-finite number, in models with planted faults."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +15,7 @@ from hpo.trial.measure import FirstNonfinite
 DENSE = "encoder.encoder.layer.1.output.dense"
 
 
-def first(
-    model: MultitaskModel, loss: Callable[[MultitaskModel], Tensor] = scalar_loss
-) -> tuple[str | None, str | None]:
+def first(model: MultitaskModel, loss: Callable[[MultitaskModel], Tensor] = scalar_loss) -> tuple[Any, Any]:
     """The operator and its module."""
     with FirstNonfinite() as watched:
         with torch.autocast("cpu", torch.float16):
@@ -37,13 +33,10 @@ def hooked(change: Callable[[Tensor], Tensor], name: str = DENSE) -> MultitaskMo
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_sound_model_has_no_origin(recomputes: bool) -> None:
-    assert first(make_model(gradient_checkpointing=recomputes)) == (None, None)
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
 def test_overflowing_product(recomputes: bool) -> None:
     model = make_model(gradient_checkpointing=recomputes)
+    assert first(model) == (None, None)
+    model.zero_grad()
     nn.init.constant_(model.get_submodule(DENSE).weight, 3e4)
     nn.init.constant_(model.get_submodule("encoder.encoder.layer.1.intermediate.dense").bias, 10.0)
     said = f"aten.addmm.default (float16) in {DENSE}, forward pass, inputs up to 3e+04"
@@ -75,7 +68,6 @@ def test_mask_is_no_origin_unless_it_fills_a_row(keeps: int) -> None:
         bias[keeps:] = -math.inf
         return (output + bias + torch.full_like(output, math.inf).zero_()).softmax(dim=-1)
 
-    found, module = first(hooked(change))
-    assert (found and found.split()[0], module) == (
-        (None, None) if keeps else ("aten._softmax.default", DENSE)
-    )
+    operator, module = first(hooked(change))
+    assert module == (None if keeps else DENSE)
+    assert operator is None if keeps else operator.startswith("aten._softmax.default")

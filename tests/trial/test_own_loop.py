@@ -1,7 +1,5 @@
 """Trials with their own training loop: outcomes, precision, steps, checkpoints."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -203,9 +201,7 @@ def test_loop_of_another_library_is_observed(tmp_path: Path, precision: str) -> 
         ("fp32", "not model.training", "fp32, but in evaluation"),
     ],
 )
-def test_loop_in_another_precision_ends_the_trial(
-    tmp_path: Path, precision: str, enabled: str, where: str
-) -> None:
+def test_loop_in_another_precision_ends(tmp_path: Path, precision: str, enabled: str, where: str) -> None:
     result = run(own_executor(tmp_path, foreign(enabled)), fp_precision=precision)
     assert result.outcome == "invalid"
     assert re.search(where, result.reason), result.reason
@@ -223,6 +219,7 @@ def net():
 """
 PREPARE = "    amp = run.prepare("
 COMPILE = "    model.compile(backend='eager')\n"
+PREPARED = "run.prepare(model, loss_of_batch, (ROWS, CLASSES))"
 
 
 # PyTorch's compiler looks at the attribute where it traces the hook of the check.
@@ -233,10 +230,7 @@ COMPILE = "    model.compile(backend='eager')\n"
         (changed(PREPARE, COMPILE + PREPARE), "compiled"),
         (changed("    run.keep(", COMPILE + "    run.keep("), "compiled"),
         (UNMEASURED + foreign("False"), "could not be measured"),  # only in training
-        (
-            foreign("False", "run.prepare(model, loss_of_batch, (ROWS, CLASSES))"),
-            "steps were made without `amp.step`",
-        ),
+        (foreign("False", PREPARED), "steps were made without `amp.step`"),
     ],
     ids=["compiled before", "compiled later", "unmeasured", "own steps"],
 )
@@ -253,7 +247,7 @@ def test_unseen_products_are_unverified(tmp_path: Path, loop: str, reason: str) 
         ("torch.optim.AdamW", "torch.optim.AdamV", r"own\.py:\d+: AttributeError: .*AdamV"),
         ("(ROWS[:8]", "(ROWS[:8] * torch.nan", "cannot run in fp32: .*not finite in fp32"),
         ('run.params["width"]', 'run.params["depth"]', "must fix `depth` under `training` or search it"),
-        ("    run.keep(", "    run.prepare(model, loss_of_batch, (ROWS, CLASSES))\n    run.keep(", "once"),
+        ("    run.keep(", f"    {PREPARED}\n    run.keep(", "once"),
         ("optimizer=optimizer)", "optimizer=3)", "`optimizer` must have `state_dict`"),
         ("run.keep(model=model, ", "run.keep(", r"must hold the model of `run.prepare`"),
         ("net(run", "net(run.params['seed']).bfloat16() or (run", "all weights must be in torch.float32"),

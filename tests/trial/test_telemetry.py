@@ -1,7 +1,5 @@
 """Model FLOPs utilisation in the record of a trial."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 
@@ -10,7 +8,6 @@ from support.tiny import CPU
 from support.tiny_encoders import make_model
 
 from hpo.device import DeviceInfo, Utilization
-from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.budget import TrainState
@@ -33,9 +30,7 @@ H100 = DeviceInfo(type="cuda", name="NVIDIA H100 80GB HBM3", compute_capability=
         ({}, "bf16", "nf4", None),  # decoding is not counted
     ],
 )
-def test_utilization_of_the_peak_of_the_products(
-    device: dict[str, str], precision: str, frozen: str, peak: float | None
-) -> None:
+def test_utilization(device: dict[str, str], precision: str, frozen: str, peak: float | None) -> None:
     """Five steps of one second; each of four windows of ten tokens."""
     meter = ThroughputMeter(CPU)
     with mock.patch("time.perf_counter", side_effect=map(float, range(10))):
@@ -49,8 +44,3 @@ def test_utilization_of_the_peak_of_the_products(
     flops = training_flops(model, 200, 20)
     assert flops
     assert found == (None if peak is None else pytest.approx(flops / 5 / (2 * peak)))
-
-
-@pytest.fixture(scope="module")
-def model() -> MultitaskModel:
-    return make_model()

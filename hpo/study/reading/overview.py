@@ -23,7 +23,7 @@ class StudyOverview:
     name: str
     state: str  # `open`, `paused`, `cancelled`; `done` if it is open and all trials have ended
     trials: dict[str, int]
-    """`open`, `running`, `done`, `paused` if any, and the `total`. `open` includes trials of dead workers."""
+    """`open`, `running`, `done`, `paused` if any, and the `total`; see `count_with_alive`."""
     workers: int
     created: float
     now: float  # seconds since 1970 by the database's clock, like `created`
@@ -41,7 +41,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             now = float(connection.execute(sa.select(storage.now)).scalar_one())
             rows = storage.studies(connection)
             alive = storage.heard_workers(connection)
-            counts = _counts(connection, alive)
+            counts = count_with_alive(connection, alive)
         num_workers = Counter(worker.study for worker in alive.values())
         return [_overview(row, counts[row.name], num_workers[row.name], now) for row in rows]
 
@@ -55,11 +55,15 @@ def _overview(row: sa.Row[Any], trials: dict[str, int], num_workers: int, now: f
     return StudyOverview(row.name, state, {**trials, "total": total}, num_workers, created, now)
 
 
-def _counts(connection: sa.Connection, alive: Container[str]) -> dict[str, dict[str, int]]:
-    counts = count_trials(connection)
-    query = sa.select(claims.c.study, claims.c.owner).where(claims.c.owner.is_not(None))
-    for study, owner in connection.execute(query):
+def count_with_alive(
+    connection: sa.Connection, alive: Container[str], *where: sa.ColumnElement[bool]
+) -> dict[str, dict[str, int]]:
+    """Count like `count_trials`. The trial of a dead worker is `paused` at its rung, or `open`."""
+    counts = count_trials(connection, *where)
+    query = sa.select(claims.c.study, claims.c.owner, claims.c.paused_at).where(claims.c.owner.is_not(None))
+    for study, owner, paused_at in connection.execute(query):
         if owner not in alive and study in counts:  # the trial waits for the next worker
+            waiting = "open" if paused_at is None else "paused"
             counts[study]["running"] -= 1
-            counts[study]["open"] += 1
+            counts[study][waiting] = counts[study].get(waiting, 0) + 1
     return counts
