@@ -1,7 +1,5 @@
 """Errors of study files: `file:line: key: requirement, value`."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The trials train nothing, but use the real `TrialRunner` and lease. In an outage
 a machine of its own, so that only heartbeats prove its life.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

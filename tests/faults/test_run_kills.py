@@ -1,7 +1,5 @@
 """`python -m hpo run` is killed or stopped, or its study is deleted; the next run loses nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Faults of jobs on a real Slurm. A trial loses only the work after its last checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

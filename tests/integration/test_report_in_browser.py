@@ -1,7 +1,5 @@
 """The report of a study in a real browser."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ def test_report_draws_the_scores_of_all_trials(tmp_path: Path, chromium: Any, wi
     problems: list[object] = []
     requests: list[str] = []
     page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", problems.append)
+    page.on("pageerror", lambda error: problems.append(error))
     page.on("request", lambda request: requests.append(request.url))
     page.goto(path.as_uri())
     page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 8")

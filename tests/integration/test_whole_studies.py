@@ -1,7 +1,5 @@
 """Whole studies through the command line."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Pages of reports, and the Chromium for tests marked `browser`."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

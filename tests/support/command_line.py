@@ -1,7 +1,5 @@
 """The command line as the tests call it: in this process where that is enough, else in one of its own."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -5,8 +5,6 @@ on a GPU it never waits for one. What the meta device would let pass is refused 
 on the host and copied, which is no copy from pinned memory, other than by `Batch.to`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

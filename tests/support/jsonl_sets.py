@@ -1,7 +1,5 @@
 """Data sets in jsonl files, written and loaded for a test."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A real MLflow server of `mlflow-skinny` on 127.0.0.1, and the content of its runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

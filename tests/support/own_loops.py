@@ -1,7 +1,5 @@
 """Studies with a training loop of their own, for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

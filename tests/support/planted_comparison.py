@@ -3,8 +3,6 @@
 No trial trains. A score is the r2 of a regression, whose rows can have any mean.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence

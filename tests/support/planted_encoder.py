@@ -9,8 +9,6 @@ What a text says is decided in one number d, 1 or -1, whose sign the rest of the
                    by a sine of thousands of turns, so that bf16 decides as if it had another seed.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ A channel of the attention's values is multiplied by 1e4, and its weights in the
 output, by 1e-4. With one scale for all activations, int8 rounds every other channel to zero.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

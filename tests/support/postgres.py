@@ -1,7 +1,5 @@
 """A real PostgreSQL server on 127.0.0.1, as of `hpo database start` but without fsync, and a PgBouncer."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

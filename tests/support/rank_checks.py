@@ -5,8 +5,6 @@
 Each writes what it saw to FOLDER/rank-<rank>.json, one that trains alone to FOLDER/alone.json.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

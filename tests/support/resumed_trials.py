@@ -1,7 +1,5 @@
 """Trials that are stopped and resumed, and end as trials that nobody stopped."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

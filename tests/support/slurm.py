@@ -4,8 +4,6 @@ Both nodes have this machine's name and address and differ by port. A partition 
 is the default; each node has two GPUs that are character devices like `/dev/null`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Encoders of two layers and 32 dimensions, one for each architecture in the tests."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any

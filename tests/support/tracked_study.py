@@ -1,9 +1,7 @@
 """A study for trackers, whose trials end without training."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
@@ -29,7 +27,7 @@ class TrackedStudy:
         self.config = study(9, name=name)
         self.study = create_or_resume_study(self.storage, self.config)
 
-    def __enter__(self) -> TrackedStudy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """A wait for a condition. This file imports little, because `conftest.py` needs it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A study with rows in all tables, and the content of a database about a study."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from datetime import datetime

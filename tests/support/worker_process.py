@@ -1,7 +1,5 @@
 """Worker processes for the tests: a study without training, and points where a worker can be killed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing

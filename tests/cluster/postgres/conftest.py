@@ -1,7 +1,5 @@
 """Private PostgreSQL servers in folders of their own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile
