@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.described_cpu import CPUS, describe_cpu
-from support.fake_nvml import FakeNvml, NVMLError, NVMLError_NotSupported
+from support.fake_nvml import FakeNvml, NVMLError
 from support.tiny import CPU
 
 from hpo.device import (
@@ -207,7 +207,7 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def not_supported() -> int:
-    raise NVMLError_NotSupported("Not Supported")
+    raise NVMLError("Not Supported")
 
 
 @pytest.mark.parametrize("uuid", ["5ef", "GPU-5ef"])  # PyTorch omits NVML's prefix

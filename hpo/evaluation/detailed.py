@@ -90,11 +90,12 @@ def evaluate_predictions(
     statistics = predicted.statistics
     intervals = metric_intervals(statistics, num_resamples=num_resamples)
     baseline = baselines(statistics)
+    has_thresholds = any(kind_of(task).decided_by(predicted.decisions[task.name]) for task in predicted.tasks)
     return DetailedEvaluation(
         VERSION,
         split_name,
         len(predicted.examples),
-        DECIDED_ON,
+        DECIDED_ON if has_thresholds else "",
         num_resamples,
         LEVEL,
         intervals.score,

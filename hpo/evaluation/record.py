@@ -92,7 +92,7 @@ class DetailedEvaluation:
     split: str
     num_examples: int
     decided_on: str
-    """Split on which the thresholds were chosen."""
+    """Split on which the thresholds were chosen; empty if no task has thresholds."""
     num_resamples: int
     level: float
     """Level of the intervals; see `hpo.evaluation.intervals`."""

@@ -176,7 +176,7 @@ def _about(one: Detailed) -> str:
         lines.append(
             f"Intervals of {format_percent(document['level'])} by Wilson or the bootstrap "
             f"({format_number(document['num_resamples'])} resamples) show the chance in the choice of rows, "
-            "not of seeds. `best constant`: the best constant prediction."
+            "not of seeds. `best constant`: the best value with one prediction for all rows."
         )
     if one.thresholds:
         lines.append(f"{one.thresholds[0].upper()}{one.thresholds[1:]}.")

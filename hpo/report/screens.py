@@ -186,4 +186,4 @@ class StudyDisplay:
             facts.append(f"step {progress['step']}")
             facts += [] if loss is None else [f"loss {loss:.3g}"]
             facts += [] if rate is None else [f"{rate:.3g} ex/s"]
-        return facts
+        return facts if any(facts) else ["running, no step reported"]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 import hpo
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import evaluation_batches
-from hpo.errors import DataError, RunError, TrialEnd, did_you_mean
+from hpo.errors import DataError, RunError, TrialEnd
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
@@ -52,7 +52,10 @@ def split_predictions(
     """
     splits = executor.dataset.splits
     if split not in splits:
-        raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
+        raise DataError(
+            f"there is no split {split!r}, only {', '.join(splits)}. For a test split, name its file in "
+            "`data.files` of a new study, or set `data.test_fraction` there."
+        )
     model, config, precision, evaluation, _ = _best_model(executor, folder, params)
     resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
     tokens = executor.loader.tokens(split, config)

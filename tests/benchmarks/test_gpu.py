@@ -1,7 +1,5 @@
 """The benchmark of one GPU in its tiny form on a CPU, and what it makes of a GPU's numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,7 +12,7 @@ import peers
 import pytest
 import torch
 from step_profile import NUM_STEPS
-from support import gpu_models
+from support import gpu_studies
 
 from hpo.models.encoder import load_encoder, load_tokenizer
 
@@ -80,7 +78,7 @@ def test_the_texts_have_the_lengths_of_dialogues_and_of_sentences(tmp_path: Path
 
 
 def test_a_fresh_encoder_is_one_of_a_study() -> None:
-    encoder = gpu_models.fresh_encoder("tiny")
+    encoder = gpu_studies.fresh_encoder("tiny")
     tokenizer = load_tokenizer(encoder)
     ids = tokenizer("I sleep badly. \N{SNOWMAN}")["input_ids"]
     first, *_, unknown, last = tokenizer.convert_ids_to_tokens(ids)

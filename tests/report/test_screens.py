@@ -75,7 +75,7 @@ def test_a_line_every_half_minute_and_one_for_each_end(
     shown.show(StudyProgress([], ended, best=(0.625, 7), num_done=2))
     assert [line.rstrip() for line in screen.text.splitlines()] == [
         "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
-        "trial   9",
+        "trial   9  running, no step reported",
         "trial   9   40%  step 30",
         f"trial   7  complete      score 0.625  {describe_params(PARAMS)}  2/2 trials  best score so far",
         f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}  2/2 trials",

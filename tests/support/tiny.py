@@ -1,7 +1,5 @@
 """A study that is small enough to train in a second: a fresh two-layer BERT on generated posts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,8 +27,8 @@ from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement, measure
 from hpo.trial.parts import TrialParts, build_trial
 
-ENCODER: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2}
-ENCODER |= {"num_attention_heads": 2, "intermediate_size": 64}
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+ENCODER: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES}
 CPU = DeviceInfo(type="cpu", name="test CPU", torch_version=torch.__version__)
 GPU = DeviceInfo(
     type="cuda", name="Example GPU", compute_capability=(9, 0), total_memory_bytes=80 * 2**30, uuid="GPU-0"
@@ -129,21 +127,18 @@ def altered_executor(
 class TinyEncoder(torch.nn.Module):
     """Stands in for a Hugging Face encoder: an embedding and a linear layer."""
 
-    def __init__(self, hidden_size: int = 16, vocab_size: int = 50) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.config = type("Config", (), {"hidden_size": hidden_size, "initializer_range": 0.02})()
-        self.embedding = torch.nn.Embedding(vocab_size, hidden_size)
-        self.dense = torch.nn.Linear(hidden_size, hidden_size)
+        self.config = SimpleNamespace(hidden_size=16, initializer_range=0.02)
+        self.embedding, self.dense = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 16)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
-        del attention_mask
-        hidden = torch.tanh(self.dense(self.embedding(input_ids)))
-        return type("Output", (), {"last_hidden_state": hidden})()
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=torch.tanh(self.dense(self.embedding(input_ids))))
 
 
-def tiny_model(encoder: torch.nn.Module | None = None, tasks: tuple[Task, ...] = TASKS) -> MultitaskModel:
+def tiny_model(encoder: torch.nn.Module | None = None) -> MultitaskModel:
     torch.manual_seed(0)
-    return MultitaskModel(encoder or TinyEncoder(), tasks, HeadSettings(head_dropout=0.0))
+    return MultitaskModel(encoder or TinyEncoder(), TASKS, HeadSettings(head_dropout=0.0))
 
 
 def tiny_batch(num: int = 6, length: int = 8, seed: int = 0) -> Batch:
@@ -203,14 +198,12 @@ def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> Multitask
 
 def overflow_in_reduced_precision(model: MultitaskModel) -> None:
     """Make all logits infinite that are not in fp32."""
-
-    def overflow(_model: object, _inputs: object, logits: Any) -> Any:
-        return {
-            name: value * (1.0 if value.dtype == torch.float32 else torch.inf)
-            for name, value in logits.items()
+    factor = {torch.float32: 1.0}
+    model.register_forward_hook(
+        lambda _model, _inputs, logits: {
+            name: value * factor.get(value.dtype, torch.inf) for name, value in logits.items()
         }
-
-    model.register_forward_hook(overflow)
+    )
 
 
 def tiny_measurement(

@@ -1,7 +1,5 @@
 """What the training loop is given, made as the executor makes it, without its checks and records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,21 +22,17 @@ from hpo.trial.parts import assemble, training_args
 from support.tiny import CPU, EMULATED, tiny_batch, tiny_objective
 
 
-class LoopParts(NamedTuple):
-    model: MultitaskModel
-    optimizer: torch.optim.Optimizer
-    loss_fn: MultitaskLoss
-    data: TrainingData
-
-
 def config_of(executor: Executor, **params: Any) -> TrialConfig:
     return build_trial_config(executor.study, params, "fp32", executor.amp)
 
 
-def loop_parts(executor: Executor, config: TrialConfig) -> LoopParts:
+def loop_parts(
+    executor: Executor, config: TrialConfig
+) -> tuple[MultitaskModel, torch.optim.Optimizer, MultitaskLoss, TrainingData]:
+    """Return the model, its optimizer, the loss and the data."""
     name = config.fp_precision
     parts = assemble(executor.study, config, Resolution(name, name, "native"), executor.loader)
-    return LoopParts(parts.model, parts.prepare(), parts.loss_fn, parts.data)
+    return parts.model, parts.prepare(), parts.loss_fn, parts.data
 
 
 class LossRecorder(MixedPrecision):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -21,18 +21,14 @@ from hpo.config.study_file import check_study_name
 from hpo.errors import StorageError, shorten
 from hpo.outcome import Outcome
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
-from hpo.study.reading.study_record import (
-    StudyRecord,
-    TrialRecord,
-    WorkerRecord,
-)
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, WorkerRecord
 from hpo.study.sampling.promotion import RUN_ATTRS
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import snapshot
 from hpo.study.store.foreign import is_foreign
 from hpo.study.store.optuna_internals import ENDED_OUTSIDE, constraint
 from hpo.study.store.schema import EvaluationRow
-from hpo.study.store.storage import COMPARISON_ATTR, Storage
+from hpo.study.store.storage import COMPARISON_ATTR, Storage, count_trials
 
 _TELEMETRY = "telemetry"
 _FIELDS = ("outcome", "outcome_reason", _TELEMETRY)
@@ -81,10 +77,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str) -> StudyRecord
     state_of = {claim.trial_number: _state_of(claim, alive) for claim in claims}
     trials = _read_trials(connection, study.study_id, name, state_of)
     foreign = _count_foreign(connection, study.study_id, name)
-    counted = {claim.trial_number for claim in claims if claim.counts}
-    counts = Counter({"open": 0, "running": 0, "done": 0})
-    counts.update(_count_of(trial) for trial in trials if trial.number in counted)
-    counts["open"] += max(0, study.n_trials - counts.total())
+    counts = count_trials(connection, ours.c.name == name, alive=alive)[name]
     return StudyRecord(
         name=name,
         metric_names=tuple(objective["metric"] for objective in definition["objective"]),
@@ -92,7 +85,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str) -> StudyRecord
         definition=definition,
         trials=trials,
         workers=workers,
-        counts=dict(counts),
+        counts=counts,
         state=study.state,
         spent={claim.trial_number: claim.device_seconds for claim in claims},
         num_foreign=foreign.total(),
@@ -105,12 +98,6 @@ def _state_of(claim: Any, alive: set[str]) -> tuple[str, str | None]:
     if claim.owner in alive:
         return "running", claim.owner
     return Outcome.PREEMPTED if claim.paused_at is None else Outcome.PAUSED, None
-
-
-def _count_of(trial: TrialRecord) -> str:
-    if trial.ended is not None:
-        return "done"
-    return trial.outcome if trial.outcome in ("running", "paused") else "open"
 
 
 def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
@@ -137,6 +124,8 @@ def _read_trials(
         of_trial = table.c.trial_id.in_(sa.select(trials.c.trial_id).where(is_own))
         return connection.execute(sa.select(table).where(of_trial, *where).order_by(table.c[order]))
 
+    own = connection.execute(sa.select(trials).where(is_own).order_by(trials.c.number)).all()
+    numbers = {row.trial_id: row.number for row in own}
     values: dict[int, list[float]] = defaultdict(list)
     limits: dict[int, dict[str, float]] = defaultdict(dict)
     params: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -145,18 +134,18 @@ def _read_trials(
         values[row.trial_id].append(row.value)
     table = optuna_internals.system_attributes
     for row in rows(table, "key", table.c.key.startswith("constraints")):
-        limits[row.trial_id] |= constraint(row.key, json.loads(row.value_json))
+        limits[row.trial_id] |= constraint(row.key, _decode(row.value_json, numbers[row.trial_id], row.key))
     for row in rows(optuna_internals.params, "param_id"):
-        params[row.trial_id][row.param_name] = _distribution(row.distribution_json).to_external_repr(
-            row.param_value
-        )
+        place = numbers[row.trial_id], row.param_name
+        distribution = _decode(row.distribution_json, *place, _distribution)
+        params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
     for row in rows(optuna_internals.user_attributes, "trial_user_attribute_id"):
-        decode = json_object if row.key == _TELEMETRY else json.loads
-        attributes[row.trial_id][row.key] = decode(row.value_json)
+        decode = _json_object if row.key == _TELEMETRY else json.loads
+        attributes[row.trial_id][row.key] = _decode(row.value_json, numbers[row.trial_id], row.key, decode)
     evaluations = _read_evaluations(connection, name)
     detailed = read_detailed_evaluations(connection, name)
     records = []
-    for row in connection.execute(sa.select(trials).where(is_own).order_by(trials.c.number)):
+    for row in own:
         stored, state = attributes[row.trial_id], row.state.name
         running_as, owner = state_of.get(row.number, ("running", None))
         outcome, reason = _ending(state, running_as, stored)
@@ -189,7 +178,8 @@ def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[Ev
     query = sa.select(table.c.trial_number, *columns).where(table.c.study == name).order_by(table.c.step)
     evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
     for number, step, epoch, seconds, metrics, *rates in connection.execute(query):
-        evaluations[number].append(EvaluationRow(step, epoch, seconds, json_object(metrics), *rates))
+        metrics = _decode(metrics, number, "metrics", _json_object)
+        evaluations[number].append(EvaluationRow(step, epoch, seconds, metrics, *rates))
     return evaluations
 
 
@@ -206,17 +196,21 @@ def _own(attributes: Mapping[str, Any], state: str) -> dict[str, Any]:
     return {key: value for key, value in attributes.items() if key not in left_out}
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """Decode a JSON object of the database. Raises StorageError for anything else."""
+def _decode(text: str, number: int, name: str, decode: Callable[[str], Any] = json.loads) -> Any:
+    """Decode the value `name` of a trial. Raises StorageError if it is damaged."""
     try:
-        content = json.loads(text)
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
+        return decode(text)
+    except (ValueError, LookupError, TypeError) as error:
         raise StorageError(
-            f"The database must have a JSON object here, but has `{shorten(text, 60)}`. Somebody has changed "
-            "the record of a trial."
-        )
+            f"`{name}` of trial {number} is damaged: {shorten(text, 60)} ({error}). Somebody has changed the "
+            "database. Restore it from a copy, or delete the study."
+        ) from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise TypeError("it must be a JSON object")
     return content
 
 

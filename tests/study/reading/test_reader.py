@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from support.detailed_documents import document, error, task_document
 from support.worker_process import begin, change_worker, result, run_trials, study, worker_on
 
-from hpo.errors import RunError
+from hpo.errors import RunError, StorageError
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import (
     _warn_once,
@@ -25,7 +25,7 @@ from hpo.study.reading.study_record import with_evaluation
 from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.lifecycle import set_state
-from hpo.study.store.schema import detailed_evaluations, row_statistics
+from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -64,9 +64,11 @@ def test_an_overview_counts_trials_and_live_workers(storage: Storage) -> None:
     with (
         WorkerLease(storage, opened, max_retries=0) as worker,
         WorkerLease(storage, opened, max_retries=0) as dead,
+        WorkerLease(storage, opened, max_retries=0) as idle,
     ):
         worker.claim()
         dead.claim()
+        idle.release(begin(idle)[0])
         change_worker(storage, dead, process_start="1")
         overviews = listed(storage)
         change_worker(storage, dead, process_start="0")
@@ -74,11 +76,27 @@ def test_an_overview_counts_trials_and_live_workers(storage: Storage) -> None:
     assert (overviews["up"].state, overviews["up"].workers) == ("done", 0)
     begun = overviews["begun"]
     assert begun.trials == {"open": 4, "running": 1, "done": 0, "total": 5}
-    assert (begun.state, begun.workers) == ("open", 1)
+    assert (begun.state, begun.workers) == ("open", 2)
     assert begun.created <= begun.now
     set_state(storage, "begun", "paused")
     optuna.delete_study(study_name="up", storage=storage.optuna)
     assert {name: one.state for name, one in listed(storage).items()} == {"down": "done", "begun": "paused"}
+
+
+def test_paused_trial_of_a_dead_worker_is_paused_in_both_views(storage: Storage) -> None:
+    config = study(1, pruner={"name": "promote", "starts": 0.1, "keep": 1, "reduction_factor": 2})
+    promotion = promotion_of(config.pruner, config.directions, 1)
+    with worker_on(storage, config, promotion=promotion) as dead:
+        lease, _ = begin(dead)
+        lease.pause(0.1, [0.5])  # its worker dies before it gives up the trial
+        running = listed(storage)["tiny"].trials
+        change_worker(storage, dead, process_start="1")
+        overview, record = listed(storage)["tiny"], read_study(storage, "tiny")
+        change_worker(storage, dead, process_start="0")
+    assert running == {"open": 0, "running": 1, "done": 0, "total": 1}
+    assert record.counts == {"open": 0, "running": 0, "done": 0, "paused": 1}
+    assert overview.trials == {**record.counts, "total": 1}
+    assert record.trials[0].outcome == "paused"
 
 
 @pytest.mark.parametrize("read", [list_studies, lambda storage: read_study(storage, "s0")])
@@ -123,7 +141,7 @@ def test_an_unreadable_document_is_left_out_with_a_warning(
     _warn_once.cache_clear()
     token = finished(storage)
     for split in ("test", "validation"):
-        store_detailed_evaluation(storage, "tiny", token, 1, document({}, split))
+        store_detailed_evaluation(storage, "tiny", token, 1, document({}, split=split))
     with storage.engine.begin() as connection:
         is_test = detailed_evaluations.c.split == "test"
         connection.execute(sa.update(detailed_evaluations).where(is_test).values(document=text))
@@ -173,3 +191,33 @@ def test_damaged_row_statistics_are_one_clear_error(storage: Storage, content: b
         connection.execute(sa.insert(row_statistics).values(row))
     with pytest.raises(RunError, match=r"trial 1 of `tiny` cannot be read \(.*Compare anew: hpo delete tiny"):
         read_row_statistics(storage, "tiny", [])
+
+
+@pytest.mark.parametrize(
+    ("table", "text", "name"),
+    [
+        ("trial_user_attributes", "{cut", "outcome"),
+        ("trial_user_attributes", "{cut", "telemetry"),
+        ("trial_user_attributes", "[1]", "telemetry"),
+        ("trial_params", "{cut", "learning_rate"),
+        ("trial_params", '{"name": "Unknown"}', "learning_rate"),
+        ("hpo_evaluations", "{cut", "metrics"),
+        ("hpo_evaluations", "[1]", "metrics"),
+    ],
+)
+def test_a_damaged_value_is_one_error_with_its_trial(
+    storage: Storage, table: str, text: str, name: str
+) -> None:
+    finished(storage)
+    column, where = {
+        "trial_user_attributes": ("value_json", f"key = '{name}'"),
+        "trial_params": ("distribution_json", f"param_name = '{name}'"),
+        "hpo_evaluations": ("metrics", "study = 'tiny'"),
+    }[table]
+    row = {"study": "tiny", "trial_number": 0, "step": 1, "epoch": 1.0, "seconds": 1.0, "metrics": "{}"}
+    with storage.engine.begin() as connection:
+        connection.execute(sa.insert(evaluations).values(row))
+        update = sa.text(f"UPDATE {table} SET {column} = :text WHERE {where}")
+        assert connection.execute(update, {"text": text}).rowcount
+    with pytest.raises(StorageError, match=f"`{name}` of trial 0 is damaged: "):
+        read_study(storage, "tiny")
