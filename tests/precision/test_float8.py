@@ -36,13 +36,10 @@ def stand_in() -> ModuleType:
     def auto_filter(recipe: str, filter_fqns: list[str]) -> Any:
         assert (recipe, filter_fqns) == ("tensorwise", [])
 
-        def chosen(module: nn.Module, _: str) -> bool:
-            if not isinstance(module, nn.Linear):
-                return False
-            outputs, inputs = module.weight.shape
-            return not (outputs % 16 or inputs % 16 or (inputs <= 4096 and outputs <= 1024))
+        def is_large(outputs: int, inputs: int) -> bool:
+            return outputs % 16 == inputs % 16 == 0 and (inputs > 4096 or outputs > 1024)
 
-        return chosen
+        return lambda module, _: isinstance(module, nn.Linear) and is_large(*module.weight.shape)
 
     def convert(model: nn.Module, *, module_filter_fn: Any, config: Any) -> nn.Module:
         assert config.pad_inner_dim
