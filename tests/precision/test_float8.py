@@ -2,12 +2,10 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -56,12 +54,12 @@ def stand_in() -> ModuleType:
 
 
 @pytest.fixture(params=["stand-in", "torchao"])
-def torchao(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "torchao" and find_spec("torchao") is None:
+def torchao(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "stand-in":  # `patch.dict` would drop modules of transformers that a test imports
+        monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+        monkeypatch.setitem(sys.modules, "torchao.float8", stand_in())
+    elif find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
-    modules = {"torchao": ModuleType("torchao"), "torchao.float8": stand_in()}
-    with mock.patch.dict(sys.modules, modules if request.param == "stand-in" else {}):
-        yield
 
 
 @pytest.mark.parametrize(
