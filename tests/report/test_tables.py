@@ -13,7 +13,6 @@ from support.study_records import (
     fake_tables,
     fake_trial,
     tables_of,
-    two_device_record,
     with_values,
 )
 
@@ -143,15 +142,19 @@ def test_choices_without_a_trial_are_in_the_table() -> None:
 
 
 def test_every_kind_of_device_has_its_own_row() -> None:
-    record = two_device_record()
+    kinds, trials = ((DEVICE, "bf16"), (GPU, "bf16"), (GPU, "tf32")), []
+    for number in range(9):
+        device, precision = kinds[number % 3]
+        trial = fake_trial(number, precision)
+        trials.append(dataclasses.replace(trial, telemetry=trial.telemetry | {"device": dict(device)}))
     devices = [DEVICE["name"], GPU["name"]]
-    rows = {(row["precision"], row["device"]): row for row in precision_table(StudyTables(record))}
+    rows = {(row["precision"], row["device"]): row for row in precision_table(tables_of(trials))}
     assert ("tf32", devices[1]) in rows
     assert ("tf32", devices[0]) not in rows
     for device in devices:
         speeds = [
             trial.telemetry["throughput"][SPEED]
-            for trial in record.trials
+            for trial in trials
             if trial.telemetry["device"]["name"] == device and trial.params["fp_precision"] == "bf16"
         ]
         assert rows["bf16", device]["examples/s"] == format_number(statistics.median(speeds))
