@@ -184,10 +184,7 @@ def judged(
             for one in record.trials
             if one.values
         }
-        runs = Runs(
-            record, comparison, tasks, {n: {t.name: of[t.name] for t in tasks} for n, of in rows.items()}
-        )
-        result = judge_runs(runs)
+        result = judge_runs(Runs(record, comparison, tasks, rows))
         if result.next_plan is None:
             return result
         plan = result.next_plan
