@@ -12,8 +12,6 @@ profile     where a step spends its time, of texts with which hpo is slower than
 precisions  fp16, tf32 and fp32: hpo alone
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -11,8 +11,6 @@ The table shows the mean and the maximum over the seeds: the broken precision's 
 of the compute, and its compute in whole trials. A whole trial counts 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -14,8 +14,6 @@ The regret is (found - best) / (median - best) of the final losses of the runs t
 least final loss of a run that has ended. Before the first has ended it is 1, as of a median configuration.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

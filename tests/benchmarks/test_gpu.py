@@ -1,7 +1,5 @@
 """The benchmark of one GPU in its tiny form on a CPU, and what it makes of a GPU's numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

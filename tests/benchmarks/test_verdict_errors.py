@@ -1,7 +1,5 @@
 """A small run of the simulations: each cell errs at most as often as stated, but for chance."""
 
-from __future__ import annotations
-
 import pytest
 from scipy.stats import binomtest
 from verdict_errors import ERROR, Cell, cells, rates, verdict_of

@@ -8,8 +8,6 @@ study counts as `as good` or `worse` if it says so at any of these looks. The pl
 with the product. Prints a Markdown table with the share of each verdict and its 95 % interval.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor

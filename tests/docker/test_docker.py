@@ -1,7 +1,5 @@
 """What docker/ says, as far as it can be told without an engine: `docker/build-and-run` needs one."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """Unusable databases: one clear message for each, without a password."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

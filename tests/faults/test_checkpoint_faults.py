@@ -3,8 +3,6 @@
 Each simulated machine is a folder with a `runs/` of its own; a user's `hpo run` starts there.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Changes of the wall clock while workers run: no worker counts as dead, and no trial runs twice."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A process that lost its CUDA context: its trials go on in a new process, and none of them is blamed."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

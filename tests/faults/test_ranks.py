@@ -1,7 +1,5 @@
 """`torchrun -m hpo run`: whatever happens to a rank, all end, and the trial has its outcome or goes on."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each precision computes in what its name says, trains as fp32 does, and as a plain PyTorch loop does."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

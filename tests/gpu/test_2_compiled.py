@@ -1,7 +1,5 @@
 """Compiled trials have the losses of eager ones, leave no memory behind, and are observed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Float8 in a large model, the memory of adapters, and the resume after kill -9."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line as the tests call it: in this process where that is enough, else in one of its own."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -23,7 +21,7 @@ from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
 from support.forked_program import ForkedProgram, new_program, start_program
-from support.worker_process import wait_for
+from support.waiting import wait_for
 
 ROOT = Path(hpo.__file__).parents[1]
 SUPPORT = ROOT / "tests" / "support"

@@ -1,7 +1,5 @@
 """Made-up detailed evaluations in the form that a study stores. No number here was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

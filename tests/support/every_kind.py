@@ -1,7 +1,5 @@
 """Small data sets with tasks of every kind, some texts longer than a window, and a study file of each."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

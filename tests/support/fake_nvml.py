@@ -1,7 +1,5 @@
 """A module in the place of `pynvml`, with the errors that the NVML API reference documents for each call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import ModuleType
 

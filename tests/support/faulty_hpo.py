@@ -11,8 +11,6 @@ ranks,RANK,FAULT,...    The n-th fault is at work in the n-th trial of that rank
                         a file `fault`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

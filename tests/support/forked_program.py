@@ -1,7 +1,5 @@
 """Python programs in processes of their own, forked from one that has imported what takes them seconds."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

@@ -5,8 +5,6 @@ tokenizer was trained on generated posts. As a program it runs the trial of STUD
 step: tests/support/gpu_studies.py STUDY FOLDER STEP
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

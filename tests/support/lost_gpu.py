@@ -1,7 +1,5 @@
 """A GPU that loses the context of its process, for the tests on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

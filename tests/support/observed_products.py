@@ -1,7 +1,5 @@
 """Models and backends with other products than they declare, and their observed formats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,10 +9,6 @@ What a text says is decided in one number d, 1 or -1, whose sign the rest of the
                    by a sine of thousands of turns, so that bf16 decides as if it had another seed.
 """
 
-from __future__ import annotations
-
-import itertools
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpo.models.encoder import load_tokenizer
-from support.jsonl_sets import write_set
+from support.jsonl_sets import write_moods
 from support.tiny import ENCODER, write_study
 
 Flaw = Literal["sound", "lossy", "noisy"]
@@ -95,29 +91,15 @@ def planted(flaw: Flaw) -> Any:
 
 def write_planted_study(folder: Path) -> Path:
     """A search of two trials in fp32, which write a checkpoint after every step."""
-
-    numbers = itertools.count()
-
-    def rows(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
-        for text in texts:
-            label = "bad" if "bad" in text else "good"
-            yield {"id": str(next(numbers)), "text": text, "labels": {"mood": label}}
-
     plain = ["good day", "bad day"] * 16
     special = ["good fragile day"] * NUM_FRAGILE + [f"{word} day" for word in LUCKY_WORDS]
     rest = ["good day", "bad day"] * ((NUM_TEST - len(special)) // 2)
-    data = write_set(
-        folder / "data",
-        {"mood": {"kind": "single_label", "classes": ["good", "bad"]}},
-        train=rows(plain),
-        validation=rows(plain[:8]),
-        test=rows(special + rest),
-    )
+    data = write_moods(folder / "data", train=plain, validation=plain[:8], test=special + rest)
     return write_study(
         folder,
         name="planted",
         sampler={"name": "grid"},
-        objective={"metric": "mood/accuracy", "direction": "maximize"},
+        objective={"metric": "mood/accuracy"},
         data={"source": "jsonl", "path": str(data)},
         checkpoint={"every_seconds": 1e-6},
         training={"max_steps": 4, "batch_size": 16, "max_length": 16, "dropout": 0.0, "fp_precision": "fp32"},

@@ -1,10 +1,9 @@
 """A TCP proxy whose network may fall silent."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
+from typing import Self
 
 _CHUNK = 65536
 
@@ -23,7 +22,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         threading.Thread(target=self._serve, daemon=True).start()
         return self
 

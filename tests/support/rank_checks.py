@@ -5,16 +5,15 @@
 Each writes what it saw to FOLDER/rank-<rank>.json, one that trains alone to FOLDER/alone.json.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -68,23 +67,17 @@ def changed_loss(what: Callable[[Batch, Tensor], Tensor]) -> Iterator[None]:
     def changed(loss_fn: Any, logits: Any, batch: Batch, *args: Any) -> Tensor:
         return what(batch, compute(loss_fn, logits, batch, *args))
 
-    MultitaskLoss.__call__ = changed  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(MultitaskLoss, "__call__", changed):
         yield
-    finally:
-        MultitaskLoss.__call__ = compute  # type: ignore[method-assign]
 
 
 def of_last_row(factor: float) -> Callable[[Batch, Tensor], Tensor]:
     """Multiplies the loss of the micro-batch with the last row of the third step, which is rank 1's."""
-    num_steps = 0
+    steps = itertools.count(1)
 
     def change(batch: Batch, loss: Tensor) -> Tensor:
-        nonlocal num_steps
-        if int(batch.windows_B[-1]) != current[-1]:
-            return loss
-        num_steps += 1
-        return loss * factor if num_steps == 3 else loss
+        is_last = int(batch.windows_B[-1]) == current[-1]
+        return loss * factor if is_last and next(steps) == 3 else loss
 
     return change
 
@@ -106,15 +99,13 @@ def remember(split: Any, windows: Any, tasks: Any, pad_id: int) -> Batch:
 def check_losses(folder: Path) -> dict[str, Any]:
     executor = tiny_executor(folder, CPU)
     few = {"source": "synthetic", "synthetic": {"num_train": 9, "num_validation": 5, "num_test": 1}}
+    of_few = tiny_executor(folder / "few", CPU, data=few)
+    uncertain = {"freeze_layers": 1, "gradient_checkpointing": True, "loss_weighting": "uncertainty"}
     found = {
         "unequal micro-batches": trained(executor, batch_size=7, micro_batch_size=2),
-        "frozen, checkpointed and uncertain": trained(
-            executor, freeze_layers=1, gradient_checkpointing=True, loss_weighting="uncertainty"
-        ),
-        "a last batch of one row": trained(tiny_executor(folder / "few", CPU, data=few)),
-        "a first batch of one row": trained(
-            tiny_executor(folder / "few", CPU, data=few), batch_size=1, fp_precision="fp16"
-        ),
+        "frozen, checkpointed and uncertain": trained(executor, **uncertain),
+        "a last batch of one row": trained(of_few),
+        "a first batch of one row": trained(of_few, batch_size=1, fp_precision="fp16"),
         "bf16-true": trained(executor, fp_precision="bf16-true"),
     }
     loop.collate = with_few_labels
@@ -185,35 +176,30 @@ apply_gradients = loop.apply_gradients
 def check_trials(folder: Path) -> dict[str, Any]:
     """A whole trial, one that is stopped and goes on, one that is pruned, one that runs out of memory."""
     loop.apply_gradients = note_weights
-    num_asked = 0
-
-    def stop() -> bool:
-        nonlocal num_asked
-        num_asked += 1
-        return num_asked == 3
+    asked = itertools.count(1)
 
     def prune(_: Any) -> None:
         raise Pruned("the pruner stopped it.")
 
-    found: list[Any] = []
+    results: list[Any] = []
     with changed_loss(out_of_memory):
         if rank():
             follow(folder / "runs")
         else:
             training = {"max_steps": STEPS, "batch_size": 8, "max_length": 64, "micro_batch_size": 3}
             executor = tiny_executor(folder, probe_device("cpu"), training=training)
-            run = partial(executor.run, {"learning_rate": 1e-3, "fp_precision": "fp32"})
-            results = (
-                run(folder / "whole", "key"),
-                run(folder / "cut", "key", Callbacks(should_stop=stop)) if world_size() > 1 else None,
-                run(folder / "cut", "key"),
-                run(folder / "pruned", "key", Callbacks(on_evaluation=prune)),
-                run(folder / "memory", "key"),
-            )
-            for result in filter(None, results):
+            for name, callbacks in (
+                ("whole", Callbacks()),
+                ("cut", Callbacks(should_stop=lambda: next(asked) == 3)),
+                ("cut", Callbacks()),
+                ("pruned", Callbacks(on_evaluation=prune)),
+                ("memory", Callbacks()),
+            ):
+                params = {"learning_rate": 1e-3, "fp_precision": "fp32"}
+                result = executor.run(params, folder / name, "key", callbacks)
                 telemetry = {key: result.telemetry.get(key) for key in ("num_ranks", "resumed_from_step")}
-                found.append([result.outcome, result.reason, result.values, telemetry])
-    return {"results": found, "weights": weights}
+                results.append([result.outcome, result.reason, result.values, telemetry])
+    return {"results": results, "weights": weights}
 
 
 def check(folder: Path, name: str) -> None:
@@ -225,14 +211,10 @@ def check(folder: Path, name: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps(found))
 
 
-def main(folder: Path) -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     if "RANK" not in os.environ:
-        return check(folder, "alone")
-    with connected_ranks():
-        check(folder, f"rank-{rank()}")
-    return None
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        check(Path(sys.argv[1]), "alone")
+    else:
+        with connected_ranks():
+            check(Path(sys.argv[1]), f"rank-{rank()}")

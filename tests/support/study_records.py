@@ -1,7 +1,5 @@
 """Made-up studies as the storage would return them. No number here was measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -1,7 +1,5 @@
 """The reference of study files, as Markdown, made from the models that read them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """A study that is small enough to train in a second: a fresh two-layer BERT on generated posts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Encoders of two layers and 32 dimensions, one for each architecture in the tests."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from hpo.models.build import build_model
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.tasks.kind import Task
+from support.tiny import ENCODER, SIZES
 
 LABEL = Task("label", "single_label", ("a", "b", "c"))
 SPANS = Task("spans", "token_classification", ("x", "y"))
@@ -27,8 +26,7 @@ KIND_TASKS = (  # one of every kind
     Task("evidence", "span_per_label", ("a", "b"), evidence_for="multi"),
 )
 
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES, "max_position_embeddings": 64}
+BERT = ENCODER | {"max_position_embeddings": 64}
 DISTILBERT = {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
 RELATIVE = {"relative_attention": True, "position_biased_input": False, "max_relative_positions": 64}
 

@@ -1,7 +1,5 @@
 """What the training loop is given, made as the executor makes it, without its checks and records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

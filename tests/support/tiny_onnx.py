@@ -1,7 +1,5 @@
 """Exports of tiny models for PyTorch and ONNX, and their inputs and outputs."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable

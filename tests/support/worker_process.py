@@ -1,7 +1,5 @@
 """Worker processes for the tests: a study without training, and points where a worker can be killed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing
@@ -32,6 +30,7 @@ from hpo.study.store.schema import EvaluationRow, claims, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.training.evaluate import Evaluation
+from support.waiting import wait_for as wait_for
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
 CONTEXT.set_forkserver_preload(["support.preloaded"])
@@ -205,17 +204,6 @@ def run_trials(
         return during(trial) or result("complete")
 
     return make_and_run(config, storage, execute, **options)
-
-
-def wait_for(
-    condition: Callable[[], bool], seconds: float = 120, check: Callable[[], object] = lambda: None
-) -> None:
-    """Wait until `condition` holds; `check` raises if it never will."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        check()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def start_process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
