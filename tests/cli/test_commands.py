@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 import typer
-from support.command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, refused, start_hpo
+from support.command_line import COMMANDS, Finished, finish, hpo_command, ok, refused, start_hpo, start_python
 from support.tiny import write_study
 
 from hpo.cli.options import ended_at_once
@@ -22,19 +19,14 @@ from hpo.study.store.storage import open_storage
 
 def slow_modules_after(folder: Path, *arguments: str) -> set[str]:
     """Run `hpo` in a new process in `folder` and return its imported modules that take long."""
-    names = (
-        *("torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "plotly"),
-        *("optuna", "sqlalchemy"),
-    )
+    names = ("torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "plotly", "optuna")
+    names += ("sqlalchemy",)
     code = (
         f"import sys, hpo.cli.commands\nsys.argv = ['hpo', *{arguments}]\n"
         "try: hpo.cli.commands.main()\nexcept SystemExit: pass\n"
         f"print([name for name in {names} if name in sys.modules])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    return set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    return set(ast.literal_eval(finish(start_python(folder, "-c", code)).out.splitlines()[-1]))
 
 
 def test_help_imports_no_slow_module(tmp_path: Path) -> None:
