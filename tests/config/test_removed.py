@@ -23,8 +23,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.config.removed.REMOVED", TABLE)
 
 
-def study(**keys: Any) -> dict[str, Any]:
-    return {"name": "s", "data": {"source": "synthetic"}, **keys}
+STUDY = {"name": "s", "data": {"source": "synthetic"}}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def study(**keys: Any) -> dict[str, Any]:
 )
 def test_removed_key_is_one_error(keys: dict[str, Any], where: str, instead: str) -> None:
     with pytest.raises(InputError) as refused:
-        study_of(study(**keys))
+        study_of(STUDY | keys)
     assert str(refused.value) == f"{where}: this key was removed. {instead}"
 
 
@@ -49,7 +48,7 @@ def test_removed_key_of_file_parameter_and_stored_study(tmp_path: Path) -> None:
         load_study(path)
     with pytest.raises(ValueError, match=r"^this key was removed\. Leave it out\.$"):
         check_name("rounding")
-    definition = StudyConfig.model_validate(study()).definition()
+    definition = StudyConfig.model_validate(STUDY).definition()
     given = {**definition, "pace": 3, "given": [*definition["given"], "pace"]}
     with pytest.raises(StorageError, match=r"pace: this key was removed\. Use `budget`\."):
         stored_study("s", given)

@@ -56,9 +56,7 @@ def test_working_folder_comes_before_package(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("given", ["tickets", "tickets/", "./tickets"])
-def test_copy_of_example_comes_before_example(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_comes_before_example(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tickets").mkdir()
     if given == "tickets":
