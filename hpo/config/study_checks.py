@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpo.config.data_config import DataConfig
-from hpo.config.search_space import FloatDistribution, SearchSpace
+from hpo.config.search_space import CategoricalDistribution, FloatDistribution, SearchSpace
 from hpo.config.study_file import Problem
-from hpo.config.trial_settings import AUTO, BUDGETS, OWN_LOOP_SETTINGS, TrialSettings
+from hpo.config.trial_settings import AUTO, BUDGETS, OF_SOURCES, OWN_LOOP_SETTINGS, TrialSettings
+from hpo.errors import did_you_mean
 from hpo.extensions import has_own_loop
 from hpo.precision.table import BASE_PRECISION, OPTIMIZER_STATE, PRECISION
 
@@ -110,10 +111,20 @@ def grid_problems(space: SearchSpace) -> Iterator[Problem]:
 
 
 def sampling_problems(data: DataConfig, training: TrialSettings, space: SearchSpace) -> Iterator[Problem]:
-    """Report a temperature of sampling without sources. The executor checks the weights of sources."""
-    name = "sampling_temperature"
-    if not data.sources and (name in space or training.sampling_temperature != 1):
-        yield Problem(_key(name, space), "needs `data.sources`, but there are none.")
+    """Report settings for the draws of sources that do not fit the sources of `data`."""
+    names = [source.name for source in data.sources]
+    weights = {f"{OF_SOURCES}{name}": weight for name, weight in training.sampling_weight.items()}
+    for name, one in space.items():
+        if name.startswith(OF_SOURCES):
+            weights[name] = min(one.choices) if isinstance(one, CategoricalDistribution) else one.low
+    if not names and ("sampling_temperature" in space or training.sampling_temperature != 1):
+        yield Problem(_key("sampling_temperature", space), "needs `data.sources`, but there are none.")
+    for setting in weights:
+        if (name := setting.removeprefix(OF_SOURCES)) not in names:
+            yield Problem(_key(setting, space), f"there is no such source.{did_you_mean(name, names)}")
+    if names and all(weights.get(f"{OF_SOURCES}{name}") == 0 for name in names):
+        message = "one source must have a weight above 0 in each trial, but all can have 0."
+        yield Problem(_key(f"{OF_SOURCES}{names[0]}", space), message)
 
 
 _UNREAD = {

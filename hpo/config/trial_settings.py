@@ -81,8 +81,9 @@ def _is_own_loss(value: Any) -> bool:
     return LOSSES.accepts(value) or any(value in kind.losses for kind in KINDS.values())
 
 
+OF_TASKS = {"loss_weight.": "loss_weight", "head_type.": "head_types"}
 OF_SOURCES = "sampling_weight."
-WITH_FREE_PART = {"loss_weight.": "loss_weight", "head_type.": "head_types", OF_SOURCES: "sampling_weight"}
+WITH_FREE_PART = {**OF_TASKS, OF_SOURCES: "sampling_weight"}
 """Prefixes of settings of one task or one source of data, and their fields."""
 
 BUDGETS = ("epochs", "max_steps", "max_seconds")

@@ -29,9 +29,8 @@ from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import (
     AUTO,
     MODEL_SETTINGS,
-    OF_SOURCES,
+    OF_TASKS,
     OWN_LOOP_SETTINGS,
-    WITH_FREE_PART,
     TrialSettings,
 )
 from hpo.data.dataset import DataSet
@@ -139,19 +138,17 @@ class Executor:
         return self.resolved.amp
 
     def _check_named_settings(self) -> None:
-        """Raise InputError for a loss that fits no task, or for a setting of an unknown task or source."""
+        """Raise InputError for a loss that fits no task, or for a setting of an unknown task."""
         space = self.study.search_space
         searched = getattr(space.get("loss"), "choices", ())
         for loss in (self.study.training.loss, *searched):
             check_loss(self.tasks, loss)
-        for prefix, field in WITH_FREE_PART.items():
-            kind, names = "task", [task.name for task in self.tasks]
-            if prefix == OF_SOURCES:
-                kind, names = "source", [*self.dataset.sources.get("train", ())]
+        names = [task.name for task in self.tasks]
+        for prefix, field in OF_TASKS.items():
             searched_names = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
             for name in sorted(searched_names | getattr(self.study.training, field).keys()):
                 if name not in names:
-                    raise InputError(f"{prefix}{name}: there is no such {kind}.{did_you_mean(name, names)}")
+                    raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Return the folder of a trial's checkpoints."""

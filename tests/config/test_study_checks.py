@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 from support.several_sources import write_sources
-from support.tiny import tiny_executor, tiny_study, write_study
+from support.tiny import tiny_study, write_study
 
 from hpo.config.study_config import load_study, stored_study
-from hpo.errors import InputError, StudyFileError
+from hpo.errors import StudyFileError
 
 EITHER = {"type": "categorical", "choices": ["none", "lora"]}
 BASE = {"type": "categorical", "choices": ["fp32", "nf4"]}
@@ -15,6 +15,7 @@ STATES = {"type": "categorical", "choices": ["fp32", "int8"]}
 OPTIMIZERS = {"type": "categorical", "choices": ["adamw", "sgd"]}
 PRECISIONS = {"type": "categorical", "choices": ["bf16", "bf16-true"]}
 WEIGHT = {"type": "float", "low": 0.0, "high": 2.0}
+MAYBE = {"type": "categorical", "choices": [1, 0]}
 
 
 @pytest.mark.parametrize(
@@ -71,14 +72,15 @@ def test_possible_combination(tmp_path: Path, training: dict[str, Any], space: d
             {"training": {"sampling_weight.news": 0}, "search_space": {"sampling_weight.mail": WEIGHT}},
             "one source must have a weight above 0",
         ),
+        ({"search_space": {"sampling_weight.news": MAYBE, "sampling_weight.mail": WEIGHT}}, "all can have 0"),
         ({"search_space": {"sampling_weight": WEIGHT}}, "Did you mean `sampling_weight.<source>`?"),
         ({"data": {"source": "synthetic"}, "training": {"sampling_weight.a": 2}}, "there is no such source"),
         ({"data": {"source": "synthetic"}, "training": {"sampling_temperature": 2}}, "needs `data.sources`"),
     ],
 )
 def test_sampling_must_fit_sources(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError) as refused:
-        tiny_executor(tmp_path, **{"data": write_sources(tmp_path), **changes}).check_study()
+    with pytest.raises(StudyFileError) as refused:
+        tiny_study(tmp_path, **{"data": write_sources(tmp_path), **changes})
     assert message in str(refused.value)
 
 

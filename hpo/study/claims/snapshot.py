@@ -75,12 +75,12 @@ class Snapshot:
     new: Sequence[Point]  # possible parameters of a new trial; [{}]: any
     is_spent: bool  # true if the study has spent its budget
     hosts: Set[str] = frozenset()  # machines of other live workers
-    num_new: int = 0  # trials that may still begin within the budget
-    num_planned: int = 0  # begun trials and `num_new`
-    may_begin: bool = False  # true if a live worker may begin another trial
+    num_new: int = field(init=False)  # trials that may still begin within the budget
+    num_planned: int = field(init=False)  # begun trials and `num_new`
+    may_begin: bool = field(init=False)  # true if a live worker may begin another trial
     free: list[FrozenTrial] = field(default_factory=list)  # RUNNING, without a worker, not paused
     running: list[FrozenTrial] = field(default_factory=list)  # RUNNING with other live workers
-    num_unseen: int = 0  # trials that began between the readings of trials and claims
+    num_unseen: int = field(init=False)  # trials that began between the readings of trials and claims
     paused: list[FrozenTrial] = field(default_factory=list)
     waiting: list[FrozenTrial] = field(default_factory=list)
     """Enqueued trials, and retries of failed attempts, which count among the `n_trials` already."""
@@ -181,8 +181,7 @@ class Watch:
         for trial in unfinished:
             row = rows.get(trial.number)
             if trial.state == TrialState.WAITING:
-                if row is not None or seen.num_open > 0:
-                    seen.waiting.append(trial)
+                seen.waiting.append(trial)
             elif row is not None:  # otherwise somebody has removed its claim
                 has_worker = row.owner not in (None, worker) and row.owner not in self._dead
                 kind = seen.running if has_worker else seen.paused if is_paused(trial) else seen.free

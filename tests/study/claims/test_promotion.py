@@ -25,6 +25,7 @@ from support.worker_process import (
     run_until_killed,
     start_process,
     study,
+    worker_on,
 )
 
 from hpo.config.search_space import suggest
@@ -36,10 +37,8 @@ from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.points import grid_points
 from hpo.study.sampling.promotion import RESUMED_ATTR, promotion_of
-from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
 
 SPACE = {"batch_size": {"type": "categorical", "choices": list(range(1, 9))}}
 PRUNER = {"name": "promote", "starts": 0.05, "keep": 2, "reduction_factor": 9}
@@ -53,8 +52,7 @@ AT_ONCE = study(8, sampler={"name": "grid"}, search_space=SPACE, pruner={**PRUNE
 """Half of each rung continue at once."""
 
 
-NUM_EVALUATIONS = 4
-"""Evaluations of a whole trial: it pauses after the first and the second."""
+NUM_EVALUATIONS = 4  # a trial pauses after the first and the second
 
 
 def value(params: dict[str, Any], index: int) -> float:
@@ -142,18 +140,14 @@ def test_kill_at_any_point_loses_no_trial(
     assert again <= 2, "only the killed trial, without a checkpoint here"
 
 
-def worker_on(storage: Storage, config: StudyConfig = CONFIG, **options: Any) -> WorkerLease:
-    study = create_or_resume_study(storage, config)
-    study.sampler = build_sampler(config.sampler, config.search_space)
-    study.pruner = build_pruner(config.pruner)
+def promoting(storage: Storage, config: StudyConfig = CONFIG, **options: Any) -> WorkerLease:
     promotion = promotion_of(config.pruner, config.directions, config.num_trials)
     points = grid_points(config.search_space, config.sampler.seed)
-    options = {"promotion": promotion, "read_points": lambda: points, **options}
-    return WorkerLease(storage, study, max_retries=1, **options)
+    return worker_on(storage, config, promotion=promotion, read_points=lambda: points, **options)
 
 
 def test_paused_trials_of_a_cancelled_study_end_with_their_values(storage: Storage) -> None:
-    with worker_on(storage) as worker:
+    with promoting(storage) as worker:
         for _ in range(2 * CONFIG.n_trials):
             lease, trial = begin(worker)
             worker.record_outcome(lease, train(storage, Path(os.devnull), trial, lease))
@@ -172,34 +166,36 @@ def test_trial_continues_on_the_machine_with_its_checkpoint(
     storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each machine has its own folder of checkpoints. The second one leaves early."""
-    restarted = continued = 0
-    first, second = (worker_on(storage, AT_ONCE, shares_checkpoints=False) for _ in range(2))
+    steps = []  # of the checkpoints of continued trials
+    first, second = (promoting(storage, AT_ONCE, shares_checkpoints=False) for _ in range(2))
     first.host, second.host = "first", "second"
     with first:
         with second:
-            for worker in (first, second) * 6:
+            for worker in (first, second) * 5:
                 if (lease := worker.claim()) is None:
                     continue
-                continued += RESUMED_ATTR in lease.trial.user_attrs
-                restarted += RESUMED_ATTR in lease.trial.user_attrs and not lease.saved_step
+                if RESUMED_ATTR in lease.trial.user_attrs:
+                    steps.append(lease.saved_step)
                 run = train(storage, Path(os.devnull), lease.trial, lease)
                 lease.saved_step = 10
                 worker.record_outcome(lease, run)
-        assert (restarted, continued) == (0, 4)
+        assert steps == [10] * 3
         assert len([said for said in caplog.messages if "`checkpoint.location`" in said]) == 2, "once each"
         while lease := first.claim():
+            steps.append(lease.saved_step)
             run = train(storage, Path(os.devnull), lease.trial, lease)
             first.record_outcome(lease, run)
     assert storage.is_finished(CONFIG.name)
+    assert set(steps[3:]) == {0, 10}, "the other machine is gone"
 
 
 def test_death_between_pause_and_checkpoint_does_not_count(storage: Storage) -> None:
-    with worker_on(storage) as worker:
+    with promoting(storage) as worker:
         lease, trial = begin(worker)
         trial.suggest_categorical("batch_size", list(range(1, 9)))
         lease.pause(0.05, [0.5])
         change_worker(storage, worker, process_start="1")
-        with worker_on(storage) as other:
+        with promoting(storage) as other:
             other_lease, _ = begin(other)
             assert other_lease.number != trial.number
             record = read_study(storage, CONFIG.name)

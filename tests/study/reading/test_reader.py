@@ -64,9 +64,11 @@ def test_an_overview_counts_trials_and_live_workers(storage: Storage) -> None:
     with (
         WorkerLease(storage, opened, max_retries=0) as worker,
         WorkerLease(storage, opened, max_retries=0) as dead,
+        WorkerLease(storage, opened, max_retries=0) as idle,
     ):
         worker.claim()
         dead.claim()
+        idle.release(begin(idle)[0])
         change_worker(storage, dead, process_start="1")
         overviews = listed(storage)
         change_worker(storage, dead, process_start="0")
@@ -74,7 +76,7 @@ def test_an_overview_counts_trials_and_live_workers(storage: Storage) -> None:
     assert (overviews["up"].state, overviews["up"].workers) == ("done", 0)
     begun = overviews["begun"]
     assert begun.trials == {"open": 4, "running": 1, "done": 0, "total": 5}
-    assert (begun.state, begun.workers) == ("open", 1)
+    assert (begun.state, begun.workers) == ("open", 2)
     assert begun.created <= begun.now
     set_state(storage, "begun", "paused")
     optuna.delete_study(study_name="up", storage=storage.optuna)
@@ -139,7 +141,7 @@ def test_an_unreadable_document_is_left_out_with_a_warning(
     _warn_once.cache_clear()
     token = finished(storage)
     for split in ("test", "validation"):
-        store_detailed_evaluation(storage, "tiny", token, 1, document({}, split))
+        store_detailed_evaluation(storage, "tiny", token, 1, document({}, split=split))
     with storage.engine.begin() as connection:
         is_test = detailed_evaluations.c.split == "test"
         connection.execute(sa.update(detailed_evaluations).where(is_test).values(document=text))
