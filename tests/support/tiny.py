@@ -120,7 +120,7 @@ def altered_executor(
             alter(model)
         return model
 
-    executor.loader.build_model = build_and_alter  # type: ignore[method-assign]
+    executor.loader.build_model = build_and_alter
     return executor
 
 
