@@ -25,9 +25,9 @@ from hpo.study.reading.study_record import with_evaluation
 from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.lifecycle import set_state
-from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics
+from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics, studies
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
+from hpo.study.store.studies import create_or_resume_study, read_stored
 
 
 @pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
@@ -191,6 +191,9 @@ def test_damaged_row_statistics_are_one_clear_error(storage: Storage, content: b
         read_row_statistics(storage, "tiny", [])
 
 
+ONE_CHOICE = '{"name": "CategoricalDistribution", "attributes": {"choices": [1]}}'
+
+
 @pytest.mark.parametrize(
     ("table", "text", "name"),
     [
@@ -199,6 +202,11 @@ def test_damaged_row_statistics_are_one_clear_error(storage: Storage, content: b
         ("trial_user_attributes", "[1]", "telemetry"),
         ("trial_params", "{cut", "learning_rate"),
         ("trial_params", '{"name": "Unknown"}', "learning_rate"),
+        (
+            "trial_params",
+            '{"name": "CategoricalDistribution", "attributes": {"choices": []}}',
+            "learning_rate",
+        ),
         ("hpo_evaluations", "{cut", "metrics"),
         ("hpo_evaluations", "[1]", "metrics"),
     ],
@@ -209,7 +217,7 @@ def test_a_damaged_value_is_one_error_with_its_trial(
     finished(storage)
     column, where = {
         "trial_user_attributes": ("value_json", f"key = '{name}'"),
-        "trial_params": ("distribution_json", f"param_name = '{name}'"),
+        "trial_params": ("param_value = 7, distribution_json", f"param_name = '{name}'"),
         "hpo_evaluations": ("metrics", "study = 'tiny'"),
     }[table]
     row = {"study": "tiny", "trial_number": 0, "step": 1, "epoch": 1.0, "seconds": 1.0, "metrics": "{}"}
@@ -219,3 +227,17 @@ def test_a_damaged_value_is_one_error_with_its_trial(
         assert connection.execute(update, {"text": text}).rowcount
     with pytest.raises(StorageError, match=f"`{name}` of trial 0 is damaged: "):
         read_study(storage, "tiny")
+
+
+@pytest.mark.parametrize("text", ["{cut", "[1]"])
+@pytest.mark.parametrize(
+    "read", [Storage.read_definition, read_study, read_stored, lambda storage, _: finished(storage)]
+)
+def test_a_damaged_definition_is_one_error(
+    storage: Storage, read: Callable[[Storage, str], object], text: str
+) -> None:
+    finished(storage)
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(studies).values(definition=text))
+    with pytest.raises(StorageError, match="The definition of the study `tiny` is damaged: "):
+        read(storage, "tiny")
