@@ -137,13 +137,12 @@ def _read_trials(
         value = decoded(row.value_json, f"`{row.key}` of trial {numbers[row.trial_id]}")
         limits[row.trial_id] |= constraint(row.key, value)
     for row in rows(optuna_internals.params, "param_id"):
-        decode = partial(_param, stored=row.param_value)
         shown = f"`{row.param_name}` of trial {numbers[row.trial_id]}"
-        params[row.trial_id][row.param_name] = decoded(row.distribution_json, shown, decode)
+        value = decoded(row.distribution_json, shown, partial(_param, stored=row.param_value))
+        params[row.trial_id][row.param_name] = value
     for row in rows(optuna_internals.user_attributes, "trial_user_attribute_id"):
-        shown, decode = f"`{row.key}` of trial {numbers[row.trial_id]}", json.loads
-        if row.key == _TELEMETRY:
-            decode = json_object
+        shown = f"`{row.key}` of trial {numbers[row.trial_id]}"
+        decode = json_object if row.key == _TELEMETRY else json.loads
         attributes[row.trial_id][row.key] = decoded(row.value_json, shown, decode)
     evaluations = _read_evaluations(connection, name)
     detailed = read_detailed_evaluations(connection, name)
