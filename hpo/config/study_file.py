@@ -20,7 +20,6 @@ from ruamel.yaml.error import MarkedYAMLError, StringMark, YAMLError
 from ruamel.yaml.nodes import Node, ScalarNode
 
 from hpo.code import name_code, use_code
-from hpo.config.removed import removed_key
 from hpo.errors import NoStudyFileError, StorageError, StudyFileError, did_you_mean, shorten
 from hpo.section import Section
 
@@ -178,8 +177,7 @@ def problems_of(error: ValidationError, model: type[BaseModel] | None = None) ->
     for detail in error.errors(include_url=False):
         where = tuple(part for part in detail["loc"] if part != "[key]")  # pydantic puts it after a key
         if detail["type"] != "default_factory_not_called":  # it follows from another problem
-            message = removed_key(where) or _message(detail, _known_keys(model, detail["loc"]))
-            problems.append(Problem(where, message))
+            problems.append(Problem(where, _message(detail, _known_keys(model, detail["loc"]))))
     return problems
 
 
