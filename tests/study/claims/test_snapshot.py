@@ -41,7 +41,9 @@ def promoting(storage: Storage, **options: Any) -> WorkerLease:
 
 def pause(storage: Storage, *values: float | None, precision: str = "fp32") -> None:
     """Pause new trials at the first rung with these values. None: the trial breaks."""
-    with worker_on(storage, CONFIG) as worker:
+    config = study(8, search_space=SPACE, pruner={**PRUNER, "reduction_factor": 99})  # none continues
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
+    with worker_on(storage, CONFIG, promotion=promotion) as worker:
         for value in values:
             storage.load_study(CONFIG.name).enqueue_trial({"fp_precision": precision})
             lease, trial = begin(worker)
@@ -245,3 +247,12 @@ def test_device_lacks_precisions_of_unfinished_trials() -> None:
     runnable = Runnable(("fp32", "bf16", "fp16"), frozenset({"bf16", "fp16"}))
     assert runnable.lacks([{"fp_precision": "fp16"}, {"fp_precision": "fp32"}]) == ("fp16",)
     assert runnable.lacks([{}]) == ("bf16", "fp16"), "any precision may be suggested"
+
+
+@pytest.mark.parametrize("pruner", [{"name": "none"}, {**PRUNER, "starts": 0.2}])
+def test_trial_paused_under_an_earlier_pruner_continues(storage: Storage, pruner: dict[str, Any]) -> None:
+    pause(storage, 0.3)
+    config = study(8, search_space=SPACE, pruner=pruner)
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
+    with worker_on(storage, config, promotion=promotion) as worker:
+        assert begin(worker)[0].trial.user_attrs[RESUMED_ATTR] == RUNG

@@ -26,8 +26,9 @@ from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import params, user_attributes
-from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics
+from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics, studies
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import read_stored
 
 
 @pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
@@ -164,12 +165,15 @@ def test_damaged_row_statistics_are_one_clear_error(storage: Storage, content: b
         read_row_statistics(storage, "tiny", [])
 
 
+NO_CHOICE = '{"name": "CategoricalDistribution", "attributes": {"choices": []}}'
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("outcome", "{cut"),
         *(("telemetry", text) for text in ("{cut", "[1]")),
-        *(("learning_rate", text) for text in ("{cut", '{"name": "Unknown"}')),
+        *(("learning_rate", text) for text in ("{cut", '{"name": "Unknown"}', NO_CHOICE)),
         *(("metrics", text) for text in ("{cut", "[1]")),
     ],
 )
@@ -183,3 +187,18 @@ def test_a_damaged_value_is_one_error_with_its_trial(storage: Storage, name: str
     storage.write(lambda it: it.execute(damage.get(name, attribute)))
     with pytest.raises(StorageError, match=f"`{name}` of trial 0 is damaged: "):
         read_study(storage, "tiny")
+
+
+@pytest.mark.parametrize("text", ["{cut", "[1]"])
+@pytest.mark.parametrize(
+    "read",
+    [Storage.read_definition, read_study, read_stored, lambda storage, _: run_trials(storage, study(2))],
+)
+def test_a_damaged_definition_is_one_error(
+    storage: Storage, read: Callable[[Storage, str], object], text: str
+) -> None:
+    run_trials(storage, study(2))
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(studies).values(definition=text))
+    with pytest.raises(StorageError, match="The definition of the study `tiny` is damaged: "):
+        read(storage, "tiny")
