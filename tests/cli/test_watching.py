@@ -1,7 +1,5 @@
 """`hpo status --watch` updates until the end of the study."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path

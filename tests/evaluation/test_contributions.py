@@ -1,7 +1,5 @@
 """Row bounds, pseudo-values and baselines, against brute force and scikit-learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

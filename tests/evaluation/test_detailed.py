@@ -1,7 +1,5 @@
 """Detailed evaluations: metrics, classes, worst rows, warnings and the stored record."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

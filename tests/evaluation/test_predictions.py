@@ -1,7 +1,5 @@
 """`hpo.compare_predictions`: verdicts, forms of input and refused input. Error rates: tests/benchmarks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

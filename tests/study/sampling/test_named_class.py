@@ -1,7 +1,5 @@
 """Samplers and pruners from other packages, from OptunaHub, or from the study's own code."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import nullcontext
