@@ -22,18 +22,14 @@ def storage(tmp_path: Path) -> Iterator[Storage]:
         yield storage
 
 
-def run_one(storage: Storage) -> None:
-    with worker_on(storage, study(2)) as worker:
-        worker.record_outcome(begin(worker)[0], result("complete", values=(0.75,)))
-
-
 def test_a_pipe_shows_only_changes(tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: list[float] = []
 
     def sleep(interval: float) -> None:
         seconds.append(interval)
         if len(seconds) != 2:
-            run_one(storage)
+            with worker_on(storage, study(2)) as worker:
+                worker.record_outcome(begin(worker)[0], result("complete", values=(0.75,)))
 
     monkeypatch.setattr(screens, "sleep", sleep)
     watched = ok(hpo_command(tmp_path, *WATCH))
