@@ -214,7 +214,7 @@ def memory(limit: int | None) -> dict[str, Any]:
         ("unsupported", {}, {"left_out": {"bf16": ""}}, True),
         ("unsupported", {}, {"left_out": {"fp16": ""}}, False),
         ("unsupported", {}, {}, False),
-        ("nonfinite", {}, {"left_out": {"bf16": ""}, "checked_on": "GPU, torch 2"}, False),
+        ("nonfinite", CHECKED, {"left_out": {"bf16": ""}, "checked_on": "GPU, torch 2"}, False),
         ("incompatible", CHECKED, {"checked_on": "GPU, torch 2"}, True),
         ("incompatible", CHECKED, {"checked_on": "CPU, torch 2"}, False),
         ("incompatible", CHECKED, {}, False),
@@ -242,6 +242,15 @@ def test_samplers_see_the_last_rung_of_a_running_trial_and_no_invalid_trial(name
         (seen,) = sampler.view(current.study).trials
         assert (seen.state, seen.values, seen.constraints) == (TrialState.PRUNED, [value], limits)
         assert seen.intermediate_values == reports
+
+
+def test_a_narrowed_sampler_hides_the_proposals_of_running_trials() -> None:
+    current = ScriptedStudy(config_of("tpe"), skipped={"fp16"})
+    for state, value in ((TrialState.RUNNING, None), (TrialState.COMPLETE, 0.5)):
+        kept = {"system_attrs": {"proposal": 1}}
+        current.study.add_trial(optuna.trial.create_trial(state=state, value=value, **kept))
+    sampler: Any = current.study.sampler
+    assert [seen.system_attrs for seen in sampler.view(current.study).trials] == [{}, {"proposal": 1}]
 
 
 def blamed(*trials: FrozenTrial) -> set[tuple[str, Any]]:
