@@ -265,7 +265,7 @@ def errors_of_code() -> Iterator[None]:
     """Raise CodeError with the line for an error of the code in this block, except for lack of memory."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         is_other = isinstance(error, HpoError) or is_out_of_memory(error)
         if not is_other and (line := _line_of(_codes.values(), error)):
             raise CodeError(f"{line}: {type(error).__name__}: {error}") from error

@@ -354,6 +354,7 @@ def flat(remaining, options):
         ("torch.optim.SGD(groups, lr=0.1)", "groups", "`plain_sgd` must be a torch.optim.Optimizer over"),
         ("return 1.0", "return", "the schedule `flat` must return a number, but got `None`."),
         ("return 1.0", "return 1 / 0", "own_kind.py:66: ZeroDivisionError: division by zero"),
+        ("return 1.0", "raise SystemExit(0)", "own_kind.py:66: SystemExit: 0"),
         ("flat(remaining, options)", "flat(remaining)", "`flat` must take (remaining, options): "),
     ],
 )
