@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 REMOVED: dict[str, str] = {
     "hpo compare --price": "The probabilities that it printed were wrong. Leave it out.",
+    "hpo verify --parts": "Use `fp32_parts: auto`, which finds the parts of a model that need fp32.",
     "hpo status --interval": "Leave it out: --watch updates every 5 seconds.",
     "hpo best --overwrite": "Name another folder, or remove the model that is in this one.",
     "budget.cost": "Use `budget.hours`: the cost divided by the price of an hour.",
