@@ -1,8 +1,6 @@
 """Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed), a
 real Slurm where its programs are, a server that is as S3, and Chromium."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import signal
@@ -16,7 +14,7 @@ from urllib.request import Request, urlopen
 import fsspec
 import pytest
 from support import alembic_scripts  # noqa: F401
-from support.browser import open_chromium
+from support.browser import CHROMIUM, FLAGS
 from support.postgres import PostgresServer
 from support.slurm import SlurmCluster, why_not
 
@@ -72,13 +70,6 @@ def running_server(*, tls: bool = False) -> Iterator[PostgresServer]:
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
     yield from running_server()
-
-
-@pytest.fixture
-def own_server(postgres_server: PostgresServer) -> Iterator[PostgresServer]:
-    """The one of the session, for a test that stops it."""
-    yield postgres_server
-    postgres_server.start()  # unless it runs
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +128,7 @@ def slurm() -> Iterator[SlurmCluster]:
     cluster = SlurmCluster()
     try:
         cluster.start()
-        with cluster.environment():
+        with mock.patch.dict("os.environ", cluster.environment):
             yield cluster
     finally:
         cluster.remove()
@@ -164,8 +155,14 @@ def onnx_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    with open_chromium() as browser:
+    """A running Chromium (Playwright's Browser)."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM.exists():
+        pytest.skip(f"{CHROMIUM} is not installed")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         yield browser
+        browser.close()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from hpo.tasks.kind import Task, is_error, kind_of
 
 _NAMES_SHOWN = 5
 _LOST_POINTS = 20.0
-"""Loss of a run in the condition of a verdict, if there is no baseline."""
+"""Loss of a run in the condition of a verdict without a baseline; at least twice the margin."""
 
 
 @dataclass(frozen=True)
@@ -316,8 +316,8 @@ def _sentence(question: Question, verdict: Verdict, assumptions: Sequence[str]) 
 def _condition(question: Question, verdict: Verdict) -> str:
     """The share of large losses that makes `as_good` wrong, and the largest share possible after the runs."""
     collapses, unit = verdict.collapses, question.unit
-    size = collapses.size if collapses else _LOST_POINTS
-    share, lost = f"{100 * min(question.margin / size, 1):.2g}%", f"{_number(size, unit)} {unit}"
+    size = collapses.size if collapses else max(_LOST_POINTS, 2 * question.margin)
+    share, lost = f"{100 * question.margin / size:.2g}%", f"{_number(size, unit)} {unit}"
     if collapses:
         event = f"collapse to the baseline, a loss of {lost}"
     elif unit == "points":

@@ -4,8 +4,6 @@ A table is a file NAME.npz with `hyperparameters` [N, K], their `names` [K], and
 0 to P equal parts of training. A loss is not finite from the part on in which the run broke.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ profile     where a step spends its time, of texts with which hpo is slower than
 precisions  fp16, tf32 and fp32: hpo alone
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -39,7 +37,7 @@ import peers
 import torch
 import transformers
 from step_profile import describe_profile, profile_steps
-from support.gpu_models import fresh_encoder
+from support.gpu_studies import fresh_encoder
 from workload import Workload, spread, study_content, write_workload
 
 from hpo.device import DeviceInfo, probe_device

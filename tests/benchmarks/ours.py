@@ -1,7 +1,5 @@
 """Our contenders, and what is measured of ours alone: shares of a rate, seconds of a whole study."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -9,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -22,12 +20,12 @@ from hpo.device import probe_device
 from hpo.outcome import TrialResult
 from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.study.reading.reader import read_study
+from hpo.study.reading.study_record import TrialRecord
+from hpo.study.store.storage import open_storage
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.executor import NO_CALLBACKS, Executor
-from hpo.trial.telemetry import Callbacks
-
-if TYPE_CHECKING:
-    from hpo.study.reading.study_record import TrialRecord
+from hpo.trial.telemetry import Callbacks, training_flops
 
 STORAGE = "sqlite:///hpo.db"
 NUM_TRIALS, NUM_ROWS = 50, 64
@@ -98,8 +96,6 @@ class TrainingCost(NamedTuple):
 
 def training_cost(executor: Executor, throughput: Mapping[str, float]) -> TrainingCost:
     """The cost of an example of the length that `throughput` is of."""
-    from hpo.trial.telemetry import training_flops
-
     examples, tokens = throughput["train_examples_per_second"], throughput["train_tokens_per_second"]
     model = executor.loader.build_model(build_trial_config(executor.study, {}, "fp32", executor.amp))
     flops = training_flops(model, round(1000 * tokens), round(1000 * examples))
@@ -164,9 +160,6 @@ def grid_of_rates(content: dict[str, Any], num_trials: int, num_rows: int) -> di
 
 def run_grid(content: dict[str, Any], *options: str) -> list[TrialRecord]:
     """The trials of `hpo run` with these options, from an empty folder, in the order of their numbers."""
-    from hpo.study.reading.reader import read_study
-    from hpo.study.store.storage import open_storage
-
     with tempfile.TemporaryDirectory() as work:
         Path(work, "study.yaml").write_text(yaml.safe_dump(content))
         command = [sys.executable, "-m", "hpo", "run", "study.yaml", "--storage", STORAGE, "--json", *options]

@@ -4,8 +4,6 @@ Each trains with its defaults except for what `workload.py` says. Then it evalua
 does by default, in unsorted batches of 8. `run_plain`, a loop as a careful user writes it, sorts them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import tempfile

@@ -6,8 +6,6 @@ the peer's, with minimum and maximum; the rates themselves are printed below it.
 does nothing else.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -14,8 +14,6 @@ The regret is (found - best) / (median - best) of the final losses of the runs t
 least final loss of a run that has ended. Before the first has ended it is 1, as of a median configuration.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -95,7 +93,6 @@ POLICIES = {
     "default": ours(StudyConfig.model_validate(STUDY).pruner),
     "default, random": ours(StudyConfig.model_validate(STUDY).pruner, "random"),
     "asha": ours(PrunerConfig(name="asha", min_resource=3, reduction_factor=2)),
-    "no pruner": ours(PrunerConfig(name="none")),
     "random, one tenth, then the best three": Policy(
         lambda _, seed: RandomSampler(seed=seed),
         promotion=Promotion((0.1,), 10**6, 3, directions=("minimize",), num_trials=MAX_TRIALS),
@@ -104,7 +101,6 @@ POLICIES = {
     "Optuna TPE, median": _plain(MedianPruner),
     "Optuna TPE, Hyperband": _plain(partial(HyperbandPruner, max_resource=NUM_EVALUATIONS)),
     "Optuna TPE, ASHA": _plain(SuccessiveHalvingPruner),
-    "random": Policy(lambda _, seed: RandomSampler(seed=seed)),
 }
 
 

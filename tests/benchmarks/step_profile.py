@@ -1,7 +1,5 @@
 """Where the time of a training step goes: kernels, launches, and how long the device is idle."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterable

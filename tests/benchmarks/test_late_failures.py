@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import late_failures
 import pytest
 from late_failures import PRUNERS, Case

@@ -1,7 +1,5 @@
 """The replay on a planted table: what holds by construction, whatever search is good."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -7,8 +7,6 @@ A workload is a folder with train.jsonl, validation.jsonl and tasks.json. The ta
 that a peer needs no more than a linear layer on the mean of the tokens.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

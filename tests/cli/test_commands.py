@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 import typer
-from support.command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, refused, start_hpo
+from support.command_line import COMMANDS, Finished, finish, hpo_command, ok, refused, start_hpo, start_python
 from support.tiny import write_study
 
 from hpo.cli.options import ended_at_once
@@ -22,19 +19,14 @@ from hpo.study.store.storage import open_storage
 
 def slow_modules_after(folder: Path, *arguments: str) -> set[str]:
     """Run `hpo` in a new process in `folder` and return its imported modules that take long."""
-    names = (
-        *("torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "plotly"),
-        *("optuna", "sqlalchemy"),
-    )
+    names = ("torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "plotly", "optuna")
+    names += ("sqlalchemy",)
     code = (
         f"import sys, hpo.cli.commands\nsys.argv = ['hpo', *{arguments}]\n"
         "try: hpo.cli.commands.main()\nexcept SystemExit: pass\n"
         f"print([name for name in {names} if name in sys.modules])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    return set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    return set(ast.literal_eval(finish(start_python(folder, "-c", code)).out.splitlines()[-1]))
 
 
 def test_help_imports_no_slow_module(tmp_path: Path) -> None:
@@ -123,7 +115,6 @@ def test_train_prints_the_record_of_a_trial(ran: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("worker",), "Missing argument 'STUDY'"),
-        (("worker", "--idle-timeout", "3"), "Error: `hpo worker --idle-timeout` was removed. "),
         (("run", "tiny.yaml", "--timeout", "nan"), "must be a number of seconds > 0, but got nan"),
         (("run", "tiny.yaml", "--until", "2020-01-01T00:00"), "Error: --until must lie ahead, but got 2020"),
         (("run", "tiny.yaml", "--n-trials", "0"), "'--n-trials'"),

@@ -8,8 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support import planted_encoder
-from support.command_line import finish, hpo_command, ok, refused, start_hpo, stored
+from support.command_line import FAULTY_HPO, finish, hpo_command, ok, refused, start_hpo, stored
 from support.planted_encoder import PlantedLayer, planted, write_planted_study
 from support.tiny import write_study
 from torch import Tensor
@@ -85,8 +84,7 @@ def planted_folder(planted_search: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def compared_trials(folder: Path) -> list[TrialRecord]:
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
-        return read_study(storage, "planted-compare").trials if storage.has_study("planted-compare") else []
+    return stored(folder, "planted-compare").trials
 
 
 PLANTED = ("compare", "tiny.yaml", "--top", "1", "--precisions", "bf16")
@@ -115,7 +113,7 @@ def test_a_killed_comparison_reaches_the_same_verdict(planted_folder: Path, tmp_
         whole = ok(hpo_command(undisturbed, *PLANTED, *options, "--json")).json
     num_ended = 0
     for place, at in (("step", 4 * 4 + 3), ("judged", 1)):
-        program = (str(Path(planted_encoder.__file__)), "noisy", place, str(at))
+        program = (FAULTY_HPO, f"killed,noisy,{place},{at}")
         killed = finish(start_hpo(planted_folder, *PLANTED, *options, program=program))
         assert killed.exit_code == -signal.SIGKILL, killed
         ended = [trial for trial in compared_trials(planted_folder) if trial.outcome == "complete"]

@@ -151,18 +151,6 @@ def test_every_precision_gets_its_verdict() -> None:
     assert "any of 3 `as good` in at most 7.5%" in found["error"]
 
 
-def test_runs_without_a_score_count_alike_on_both_sides() -> None:
-    """NaN is as frequent in both precisions, in other runs: neither verdict."""
-    score = planted(0.0)
-
-    def fails(params: dict[str, Any]) -> float | None:
-        place = params.get("seed", 0) + (params["fp_precision"] == "bf16")
-        return None if place % 3 == 1 else score(params)
-
-    row = row_of(fails, Request(top=1, max_seeds=50), search=score)
-    assert (row["verdict"], row["num_runs"]) == ("not_shown", 50)
-
-
 def test_collapsed_runs_are_listed() -> None:
     """One run is nearer to the baseline, one has no score."""
     score = planted(0.0, own_noise=0.05)

@@ -1,7 +1,5 @@
 """Study files with their own training loop."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -76,6 +76,7 @@ def test_excludable_loss_is_the_bound_of_equal_rows(num_rows: int, bound: float)
     assert -mean_bound(np.zeros(num_rows), bound) == pytest.approx(least, rel=0.01)
     assert (1 - least / bound) ** num_rows == pytest.approx(ALPHA)
     assert rows_needed(bound, least * 1.00001) == num_rows
+    assert rows_needed(bound, bound) == 1
 
 
 def test_few_equal_rows_are_not_as_good() -> None:

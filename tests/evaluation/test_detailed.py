@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from pydantic import TypeAdapter
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from support import every_kind
+from support.labelled_rows import CLASSES, rows_of, statistics_of
 from support.tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.examples import RowChecker
@@ -28,12 +29,11 @@ from hpo.evaluation.detailed import (
     worst_mistakes,
 )
 from hpo.evaluation.record import DetailedEvaluation, read_document
-from hpo.tasks.example import Example
 from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
 from hpo.training.evaluate import decode_tasks
-from hpo.training.metrics import RowStatistics, primary_mean, row_statistics, score
+from hpo.training.metrics import RowStatistics, primary_mean, score
 
 EVIDENCE = {**every_kind.TASKS["evidence"], "span_names": every_kind.TASKS["tags"]["classes"]}
 TASKS = parse_tasks({**every_kind.TASKS, "evidence": EVIDENCE}, "tasks.json")
@@ -44,19 +44,15 @@ DECISIONS = {
 }
 
 
-def rows_of(count: int, missing: Mapping[int, frozenset[str]] | None = None) -> list[Example]:
+def split_of(count: int, missing: Mapping[int, frozenset[str]]) -> TokenizedSplit:
     """Return rows of every kind; `missing` has the unlabelled tasks of a row."""
     checker, rng = RowChecker(TASKS, None, {}), random.Random(0)
     rows = []
     for number in range(count):
         example, problems = checker.check(every_kind.row(number, rng))
         assert example is not None, problems
-        rows.append(replace(example, annotated=example.annotated - (missing or {}).get(number, frozenset())))
-    return rows
-
-
-def split_of(examples: Sequence[Example]) -> TokenizedSplit:
-    return tokenize_split(examples, TASKS, tiny_tokenizer("wordpiece"), Windowing(24, "window", 6))
+        rows.append(replace(example, annotated=example.annotated - missing.get(number, frozenset())))
+    return tokenize_split(rows, TASKS, tiny_tokenizer("wordpiece"), Windowing(24, "window", 6))
 
 
 def random_logits(split: TokenizedSplit) -> dict[str, Any]:
@@ -69,7 +65,7 @@ def random_logits(split: TokenizedSplit) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def split() -> TokenizedSplit:
     missing = {3: frozenset({"topic", "evidence"}), 5: frozenset({"name", "urgency", "tags"})}
-    return split_of(rows_of(60, missing))
+    return split_of(60, missing)
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +93,15 @@ def test_metrics_equal_the_scores(split: TokenizedSplit, evaluation: DetailedEva
     assert (evaluation.num_examples, evaluation.num_resamples, evaluation.level) == (60, 200, 0.95)
 
 
-def test_record_survives_json(evaluation: DetailedEvaluation) -> None:
+def stored(evaluation: DetailedEvaluation) -> DetailedEvaluation:
+    """Return the evaluation after a way through the database."""
     content = json.loads(json.dumps(evaluation.as_json(), allow_nan=False))
-    assert TypeAdapter(DetailedEvaluation).validate_python(content) == evaluation
+    return TypeAdapter(DetailedEvaluation).validate_python(content)
+
+
+def test_record_survives_json(evaluation: DetailedEvaluation) -> None:
+    content = evaluation.as_json()
+    assert stored(evaluation) == evaluation
     earlier = {**content, "tasks": {name: {**of, "calibration": {}} for name, of in content["tasks"].items()}}
     assert read_document(earlier) == earlier, "a removed part is ignored"
     keys = "kind num_rows metrics threshold decisions classes confusion worst warnings"
@@ -109,16 +111,10 @@ def test_record_survives_json(evaluation: DetailedEvaluation) -> None:
 
 def test_one_row_and_no_labelled_row() -> None:
     everything = frozenset(task.name for task in TASKS)
-    for rows in (rows_of(1), rows_of(2, {0: everything, 1: everything})):
-        split = split_of(rows)
+    for split in (split_of(1, {}), split_of(2, {0: everything, 1: everything})):
         predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
         found = evaluate_predictions(predicted, split_name="test", num_resamples=20)
-        assert (
-            TypeAdapter(DetailedEvaluation).validate_python(
-                json.loads(json.dumps(found.as_json(), allow_nan=False))
-            )
-            == found
-        )
+        assert stored(found) == found
         assert all(task.warnings for task in found.tasks.values())
     assert found.score is None
     for task in found.tasks.values():
@@ -133,10 +129,6 @@ def test_single_label_has_no_thresholds() -> None:
 
 
 # Classes
-
-
-def labelled(values: Sequence[Any]) -> list[Example]:
-    return [Example("", "x", {"t": value}, {}, annotated=frozenset("t")) for value in values]
 
 
 def check_classes(statistics: RowStatistics, truth: Any, predicted: Any, labels: Any) -> None:
@@ -161,7 +153,7 @@ def test_figures_of_classes_are_scikit_learns(seed: int) -> None:
     # Some classes are never true, others never predicted.
     truth = rng.choice(labels[: rng.integers(1, 6)], rng.integers(1, 40)).tolist()
     predicted = rng.choice(labels[-int(rng.integers(1, 6)) :], len(truth)).tolist()
-    statistics = row_statistics(Task("t", "single_label", labels), predicted, labelled(truth))
+    statistics = statistics_of(Task("t", "single_label", labels), truth, predicted)
     check_classes(statistics, truth, predicted, labels)
     found = confusion(statistics)
     assert found is not None
@@ -171,7 +163,7 @@ def test_figures_of_classes_are_scikit_learns(seed: int) -> None:
 
     truth_NC, predicted_NC = (rng.random((30, len(labels))) < rng.random(len(labels)) ** 2 for _ in range(2))
     lists = [[[labels[c] for c in np.flatnonzero(row)] for row in side] for side in (truth_NC, predicted_NC)]
-    statistics = row_statistics(Task("t", "multi_label", labels), lists[1], labelled(lists[0]))
+    statistics = statistics_of(Task("t", "multi_label", labels), *lists)
     check_classes(statistics, truth_NC, predicted_NC, range(len(labels)))
     found = confusion(statistics)
     assert found is not None
@@ -181,41 +173,22 @@ def test_figures_of_classes_are_scikit_learns(seed: int) -> None:
     }
 
 
-# Worst rows
-
-LABELS = ("a", "b", "c")
-ANSWER = Task("t", "span_extraction", ("answer",))
-
-
-def example(row_id: str, truth: Any = None, text: str = "a text", **fields: Any) -> Example:
-    return Example(row_id, text, {"t": truth}, fields.pop("spans", {}), annotated=frozenset("t"), **fields)
-
-
-def test_worst_single_labels_have_the_least_likely_truth() -> None:
-    p_NC = np.array([[0.6, 0.3, 0.1], [0.6, 0.1, 0.3], [0.9, 0.1, 0.0], [0.5, 0.0, 0.5], [0.6, 0.3, 0.1]])
-    rows = [example(str(i), truth) for i, truth in enumerate("bbabb")]
-    found = worst_mistakes(Task("t", "single_label", LABELS), ["a"] * 5, rows, p_NC)
-    assert [(one.id, one.truth, one.predicted) for one in found] == [(row, "b", "a") for row in "3104"]
-    assert [one.loss for one in found[1:]] == pytest.approx([-math.log(p) for p in (0.1, 0.3, 0.3)])
-    assert math.isfinite(found[0].loss)
-
-
-SINGLE = Task("t", "single_label", ("a", "b", "c"))
-MULTI = Task("t", "multi_label", ("a", "b", "c"))
+SINGLE = Task("t", "single_label", CLASSES)
+MULTI = Task("t", "multi_label", CLASSES)
 NUMBER = Task("t", "regression")
 SLOTS = Task("t", "token_classification", ("a", "b"))
+ANSWER = Task("t", "span_extraction", ("answer",))
 SETS: list[Any] = [["a"], ["b"], ["c"], []] * 20
 ANSWERS: list[Any] = [[("answer", 0, 1)], []] * 20
 
 
-def statistics_of(task: Task, truth: list[Any], predicted: list[Any]) -> RowStatistics:
-    """Return statistics of rows. A span is given as one span per row, or none."""
-    rows = []
-    for label in truth:
-        is_label = task.kind in ("single_label", "multi_label", "regression")
-        spans = {} if is_label or not label else {label[0][0]: [label[0][1:]]}
-        rows.append(Example("", "a text", {"t": label}, spans, annotated=frozenset("t")))
-    return row_statistics(task, predicted, rows)
+def test_worst_single_labels_have_the_least_likely_truth() -> None:
+    p_NC = np.array([[0.6, 0.3, 0.1], [0.6, 0.1, 0.3], [0.9, 0.1, 0.0], [0.5, 0.0, 0.5], [0.6, 0.3, 0.1]])
+    rows = [replace(row, id=str(n)) for n, row in enumerate(rows_of(SINGLE, "bbabb"))]
+    found = worst_mistakes(SINGLE, ["a"] * 5, rows, p_NC)
+    assert [(one.id, one.truth, one.predicted) for one in found] == [(row, "b", "a") for row in "3104"]
+    assert [one.loss for one in found[1:]] == pytest.approx([-math.log(p) for p in (0.1, 0.3, 0.3)])
+    assert math.isfinite(found[0].loss)
 
 
 @pytest.mark.parametrize(

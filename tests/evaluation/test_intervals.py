@@ -7,52 +7,34 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import binomtest, bootstrap
+from support.labelled_rows import CLASSES, random_rows, rows_of, statistics_of
 
 from hpo.evaluation import intervals
 from hpo.evaluation.intervals import metric_intervals
 from hpo.evaluation.record import Interval
 from hpo.extensions import METRICS, Extension
-from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task
 from hpo.tasks.sums import macro_f1_change
 from hpo.training.metrics import RowStatistics, row_statistics
 
-LABELS = ("a", "b", "c")
 NUMBER = Task("t", "regression")
 SINGLE = Task("t", "single_label", ("a", "b"))
 MULTI = Task("t", "multi_label", ("a", "b"))
 ANSWER = Task("t", "span_extraction", ("answer",))
-TEXT = "the quick brown fox jumps over the lazy dog"
-
-
-def rows_of(task: Task, truths: Any) -> list[Example]:
-    """Return rows of these truths; None: not labelled. Spans are a list of (name, start, end)."""
-    rows = []
-    for truth in truths:
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for name, start, end in truth or () if KINDS[task.kind].in_spans else ():
-            spans.setdefault(name, []).append((start, end))
-        labelled = frozenset("t" if truth is not None else "")
-        rows.append(Example("", TEXT, {"t": truth} if labelled else {}, spans, annotated=labelled))
-    return rows
-
-
-def statistics(task: Task, truths: Any, predicted: Any) -> RowStatistics:
-    return row_statistics(task, list(predicted), rows_of(task, truths))
 
 
 def numbers(truth: Any, predicted: Any, missing: int = 0) -> dict[str, RowStatistics]:
     truths = [*map(float, truth), *[None] * missing]
-    return {"t": statistics(NUMBER, truths, [*map(float, predicted), *[0.0] * missing])}
+    return {"t": statistics_of(NUMBER, truths, [*map(float, predicted), *[0.0] * missing])}
 
 
 def classified(truth: Any, predicted: Any, num_classes: int) -> RowStatistics:
     task = Task("t", "single_label", tuple(f"c{c}" for c in range(num_classes)))
-    return statistics(task, [f"c{y}" for y in truth], [f"c{y}" for y in predicted])
+    return statistics_of(task, [f"c{y}" for y in truth], [f"c{y}" for y in predicted])
 
 
 def ends(task: Task, metric: str, truth: Any, predicted: Any) -> Any:
-    interval = metric_intervals({"t": statistics(task, truth, predicted)}).tasks["t"][metric]
+    interval = metric_intervals({"t": statistics_of(task, truth, predicted)}).tasks["t"][metric]
     return interval.low, interval.high
 
 
@@ -60,27 +42,6 @@ def width(interval: Interval) -> float:
     assert interval.low is not None
     assert interval.high is not None
     return interval.high - interval.low
-
-
-def random_rows(kind: str, rng: np.random.Generator, count: int) -> tuple[list[Any], list[Any]]:
-    """Return truths, some of them None, and predictions that are right about half the time."""
-
-    def drawn() -> Any:
-        match kind:
-            case "single_label":
-                return str(rng.choice(LABELS))
-            case "multi_label":
-                return [label for label in LABELS if rng.random() < 0.4]
-            case "regression":
-                return float(rng.normal(5, 1))
-        is_answer = kind == "span_extraction"
-        starts = rng.permutation([0, 4, 10, 16])[: 1 if is_answer else rng.integers(0, 4)]
-        names = [LABELS[0] if is_answer else str(rng.choice(LABELS)) for _ in starts]
-        return [(name, int(s), int(s) + 3) for name, s in zip(names, starts, strict=True)]
-
-    truths = [drawn() for _ in range(count)]
-    predictions = [truth if rng.random() < 0.5 else drawn() for truth in truths]
-    return [truth if rng.random() < 0.8 else None for truth in truths], predictions
 
 
 def macro_of_the_whole(whole: RowStatistics, drawn: RowStatistics) -> float:
@@ -97,9 +58,10 @@ def macro_of_the_whole(whole: RowStatistics, drawn: RowStatistics) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weighted_scores_equal_scores_of_drawn_rows(kind: str) -> None:
-    task = Task("t", kind, LABELS[:1] if kind == "span_extraction" else LABELS)
+    task = Task("t", kind, CLASSES[:1] if kind == "span_extraction" else CLASSES)
     rng = np.random.default_rng(1)
-    truths, predictions = random_rows(kind, rng, 25)
+    truths, predictions = random_rows(kind, 25, 1)
+    truths = [truth if rng.random() < 0.8 else None for truth in truths]
     rows = rows_of(task, truths)
     weights_BE = rng.multinomial(25, np.full(25, 1 / 25), size=40).astype(float)
     weights_BE[0] = [float(truth is None) for truth in truths]
@@ -138,7 +100,7 @@ def test_tasks_are_resampled_together_in_the_score() -> None:
     is_right = np.random.default_rng(5).random(1000) < 0.5
     given = {
         name: dataclasses.replace(
-            statistics(MULTI, [["a"]] * 1000, [["a"] if right else [] for right in side]),
+            statistics_of(MULTI, [["a"]] * 1000, [["a"] if right else [] for right in side]),
             task=dataclasses.replace(MULTI, name=name),
         )
         for name, side in zip("uv", (is_right, ~is_right), strict=True)
@@ -202,7 +164,11 @@ def test_an_unknown_row_bound_without_spread_has_no_interval(monkeypatch: pytest
     own = Extension(lambda truths, predictions: float(truths == predictions), kinds=("single_label",))
     monkeypatch.setitem(METRICS, "own", own)
     assert ends(SINGLE, "own", ["a"] * 9, ["a"] * 9) == (None, None)
-    assert ends(SINGLE, "own", ["a"] * 9, ["a"] * 8 + ["b"]) == (0, 1)
+    assert ends(SINGLE, "own", ["a", "a"], ["a", "b"]) == (0, 1)
+    one = statistics_of(dataclasses.replace(SINGLE, name="u", primary="own"), [*[None] * 30, "a"], ["a"] * 31)
+    shares = statistics_of(SINGLE, [*"ab" * 15, None], ["a"] * 31)
+    score = metric_intervals({"t": shares, "u": one}).score
+    assert score == Interval(pytest.approx((1 / 3 + 1) / 2), None, None), "the spread of one row is unknown"
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -76,12 +76,16 @@ def test_a_reference_without_learning_shows_nothing(percent: int, has_learned: b
 
 
 def test_a_run_below_the_middle_to_the_baseline_has_collapsed() -> None:
-    runs = [BALANCED, BALANCED, with_accuracy(76), with_accuracy(74)]
+    runs = [with_accuracy(percent) for percent in (100, 76, 75, 74)]
     assert compare_runs([BALANCED] * 4, runs, 5.0).collapses.num_collapsed == 1
-    assert compare_runs([BALANCED] * 2, [BALANCED] * 2, 24.9).collapses.num_runs == 2
+    two = compare_runs([BALANCED] * 2, [BALANCED] * 2, 24.9)
+    assert (two.collapses.num_runs, "; 2 runs, 1,000 labelled rows" in two.sentence) == (2, True)
     assert compare_runs([BALANCED] * 2, [BALANCED] * 2, 25.0).collapses is None, "they lose the margin alone"
-    equal = compare_runs([BALANCED] * 6, [BALANCED] * 6, 5.0)
-    assert "fewer than 10% of runs collapse to the baseline, a loss of 50.00 points" in equal.sentence
+    for margin, condition in (
+        (5.0, "fewer than 10% of runs collapse to the baseline, a loss of 50.00 points"),
+        (25.0, "fewer than 50% of runs lose 50.00 points"),
+    ):
+        assert condition in compare_runs([BALANCED] * 6, [BALANCED] * 6, margin).sentence
 
 
 def test_rows_limit_an_rmse_by_the_errors_of_the_baseline() -> None:
@@ -123,6 +127,7 @@ def test_a_run_without_a_score_counts_as_the_baseline(value: Any) -> None:
     runs: list[Any] = [truths, value, truths, truths]
     both = hpo.compare_predictions(task, truths, runs, runs, margin=0.1)
     assert both.difference == 0
+    assert "1 of 4 runs collapsed, and 1 of the reference." in both.sentence
     lost = hpo.compare_predictions(task, truths, [truths] * 4, runs, margin=0.1)
     assert lost.difference == pytest.approx(both.baseline / 4)
     assert (lost.collapses.num_collapsed, lost.collapses.num_reference_collapsed) == (1, 0)

@@ -1,7 +1,5 @@
 """Bad data and broken models end as one error that names the file, the key and the remedy."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

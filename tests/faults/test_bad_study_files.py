@@ -1,7 +1,5 @@
 """Errors of study files: `file:line: key: requirement, value`."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator
@@ -52,7 +50,6 @@ def test_file_without_study_is_refused(tmp_path: Path, text: str, problem: str) 
 
 # Keys of a study, below `name: s` and synthetic data by default, and each line of the error.
 CASES = """
-# keys
 path: x
   => 3: path: there is no such key. Did you mean `data.path`?
 training:
@@ -60,7 +57,6 @@ training:
   pooling: cls
   seed: 2
   => 4: training.seed: the key is written twice, on lines 4 and 6. Keep one.
-# values
 n_trials: 12.5
   => 3: n_trials: must be a whole number, but got `12.5`.
 training: {optimizer: adamW}
@@ -73,14 +69,12 @@ objective: {metric: severity/mae}
 name: a/b
 data: {source: synthetic}
   => 1: name: must be letters, digits, `.`, `_` and `-`, at most 100, but got `a/b`.
-# data
 data: {source: jsonl}
   => 2: data.path: must be given for jsonl, or else `files.train`.
 data: {source: jsonl, path: x, tasks: {a: {kind: singel_label}, b: 3}}
   => 2: data.tasks.a.kind: must be one of single_label, multi_label, token_classification, span_extraction,
      span_per_label, regression, but got `singel_label`. Did you mean `single_label`?
   => 2: data.tasks.b: must be a mapping of keys, but got `3`.
-# search
 search_space: {learning_rate: {type: float, low: 1e-2, high: 1e-3}}
   => 3: search_space.learning_rate.low: `low <= high` must hold, but got low 0.01 and high 0.001.
 search_space: {weight_decay: {type: float, low: 0, high: 0.1, log: true}}
@@ -89,7 +83,6 @@ search_space: {head_dropout: {type: float, low: 0, high: 0.5, step: 0.2}}
   => 3: search_space.head_dropout.high: must be `low` plus a multiple of `step`; 0.4 is, 0.5 is not.
 search_space: {fp_precision: {type: categorical, choices: [bf16, bf16-mixed]}}
   => 3: search_space.fp_precision.choices.1: `bf16-mixed` means the same as `bf16`. Keep one.
-# conditions
 search_space:
   fp_precision: {type: categorical, choices: [fp32, fp16]}
   init_scale: {type: categorical, choices: [1024, 65536], when: {fp_precison: fp16}}
@@ -100,13 +93,11 @@ search_space:
   init_scale: {type: categorical, choices: [1024, 65536], when: {fp_precision: [fp16, bf16]}}
   => 5: search_space.init_scale.when.fp_precision: `fp_precision` is never `bf16`: its choices are `fp32`,
      `fp16`.
-# twice
 training: {learning_rate: 1e-4}
 search_space: {learning_rate: {type: float, low: 1e-5, high: 1e-3}}
   => 4: search_space.learning_rate: is fixed too, as `training.learning_rate`. Fix it or search it, not both.
 training: {epochs: 1, max_steps: 5, max_seconds: 3}
   => 3: training: a trial has one budget, but epochs and max_steps and max_seconds are given. Keep one.
-# sampler
 objective: [{metric: score}, {metric: train_examples_per_second}]
 pruner: {name: hyperband}
   => 4: pruner.name: must be `promote` or `none` with several objectives.
@@ -119,16 +110,9 @@ search_space:
 
 def cases() -> Iterator[tuple[str, list[str]]]:
     """Yield the text and the messages of each case. A deeper line continues a message."""
-    text, messages = "", []
-    for line in re.sub(r"\n     +", " ", re.sub(r"(?m)^#.*\n", "", CASES.strip())).splitlines():
-        if line.startswith("  => "):
-            messages.append(f"study.yaml:{line.removeprefix('  => ')}")
-            continue
-        if messages:
-            yield text, messages
-            text, messages = "", []
-        text += f"{line}\n"
-    yield text, messages
+    joined = re.sub(r"\n     +", " ", CASES)
+    for text, messages in re.findall(r"((?:(?!  =>).+\n)+)((?:  => .+\n)+)", joined):
+        yield text, [f"study.yaml:{message}" for message in re.findall("  => (.+)", messages)]
 
 
 @pytest.mark.parametrize(("text", "problems"), [pytest.param(*case, id=case[0]) for case in cases()])

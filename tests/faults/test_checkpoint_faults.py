@@ -3,23 +3,16 @@
 Each simulated machine is a folder with a `runs/` of its own; a user's `hpo run` starts there.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
-from support.command_line import SUPPORT, finish, ok, start_hpo, wait_until
-from support.forked_program import ForkedProgram
+from support.command_line import FAULTY_HPO, AnyProcess, finish, kill, ok, start_hpo, stored, wait_until
 from support.tiny import write_study
 
-from hpo.study.reading.reader import read_study
-from hpo.study.reading.study_record import StudyRecord
-from hpo.study.store.storage import open_storage
 from hpo.training.checkpoint import FILES
 
 STEPS = 60
@@ -38,23 +31,19 @@ def machine(folder: Path, location: str, every_seconds: float = 0.05, n_trials: 
     return folder
 
 
-def start(folder: Path, *command: str) -> ForkedProgram:
-    """Start `hpo run` or another command. Files in `folder` make it wait (`held_hpo`)."""
-    held = str(SUPPORT / "held_hpo.py")
-    url = f"sqlite:///{folder.parent}/hpo.db"
-    return start_hpo(folder, *(command or ("run", "tiny.yaml")), program=[held], HPO_STORAGE=url)
+def start(folder: Path, *command: str) -> AnyProcess:
+    """Start `hpo run` or another command. Files in `folder` make it wait."""
+    url = f"sqlite:///{folder.parent}/runs/hpo.db"
+    return start_hpo(
+        folder, *(command or ("run", "tiny.yaml")), program=[FAULTY_HPO, "held"], HPO_STORAGE=url
+    )
 
 
 def kill_when(condition: Callable[[], bool], folder: Path) -> None:
+    (folder.parent / "runs").mkdir()
     process = start(folder)
     wait_until(condition, process)
-    process.kill()
-    assert finish(process).exit_code == -signal.SIGKILL
-
-
-def stored(shared: Path) -> StudyRecord:
-    with open_storage(f"sqlite:///{shared}/hpo.db") as storage:
-        return read_study(storage, "tiny")
+    kill(process)
 
 
 def uploaded(location: str, number: int = 0) -> list[str]:

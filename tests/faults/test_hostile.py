@@ -1,7 +1,5 @@
 """Hostile databases, encoders and caches: their code does not run, and their paths stay inside runs/."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Workers are killed with SIGKILL wherever they write, and repeatedly; nothing is lost."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,13 +1,11 @@
 """A process that lost its CUDA context: its trials go on in a new process, and none of them is blamed."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.command_line import SUPPORT, hpo_command
+from support.command_line import FAULTY_HPO, PYTHON_PATH, hpo_command
 from support.lost_gpu import WAIT_FOR_THE_DEVICE, LostGpu
 from support.tiny import tiny_executor, write_study
 
@@ -98,10 +96,9 @@ def test_a_context_lost_while_a_plan_is_measured_ends_the_command(
 def test_a_supervisor_starts_another_worker(
     study: hpo.Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = str(SUPPORT / "lost_gpu.py")
-    monkeypatch.setattr(
-        supervisor, "worker_command", lambda study, *_: [sys.executable, program, "worker", study]
-    )
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
+    command = [sys.executable, FAULTY_HPO, "lost", "worker"]
+    monkeypatch.setattr(supervisor, "worker_command", lambda study, *_: [*command, study])
     result = study.run(workers_per_device=1)
     assert (tmp_path / "lost").exists()
     assert (result.ended, result.exit_code, result.outcomes) == ("finished", 0, {"complete": 3})

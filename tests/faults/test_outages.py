@@ -4,8 +4,6 @@ The trials train nothing, but use the real `TrialRunner` and lease. In an outage
 a machine of its own, so that only heartbeats prove its life.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -13,6 +11,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,7 @@ import pytest
 from support.command_line import finish as finish_command
 from support.command_line import ok, saved_steps, start_hpo, wait_until
 from support.one_connection import one_connection
-from support.pgbouncer import PROGRAM, server_settings, transaction_pool
-from support.postgres import PostgresServer
+from support.postgres import PGBOUNCER, PostgresServer, stopped, transaction_pool
 from support.proxy import Proxy
 from support.tiny import write_long_study
 from support.worker_process import (
@@ -54,11 +53,6 @@ pytestmark = pytest.mark.postgres
 STEPS, EVALUATED = 100, list(range(20, 101, 20))
 
 
-def last_saved_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint in a trial's folder, or 0."""
-    return max((int(path.name.removeprefix("step-")) for path in folder.glob("step-*[0-9]")), default=0)
-
-
 class Train:
     """A simulated Executor: each evaluation has a checkpoint."""
 
@@ -70,9 +64,10 @@ class Train:
         return self._folder / f"trial-{number:05d}"
 
     def run(self, _params: Any, folder: Path, _key: str, callbacks: Any, **_: Any) -> Any:
-        number, log = int(folder.name.removeprefix("trial-")), self._folder / "log"
-        start = last_saved_step(folder)
-        note(log, event="started", number=number, pid=os.getpid(), step=start)
+        number = int(folder.name.removeprefix("trial-"))
+        tell = partial(note, self._folder / "log", number=number, pid=os.getpid())
+        start = max((int(path.name.removeprefix("step-")) for path in folder.glob("step-*")), default=0)
+        tell(event="started", step=start)
         try:
             for step in range(start + 1, STEPS + 1):
                 time.sleep(0.05)
@@ -80,13 +75,13 @@ class Train:
                     share = step / STEPS
                     callbacks.on_evaluation(scored(EVALUATED.index(step) + 1, step, share, (share,)))
                     (folder / f"step-{step:08d}").mkdir(parents=True)
-                note(log, event="step", number=number, pid=os.getpid(), step=step)
+                tell(event="step", step=step)
                 if callbacks.should_stop():
                     return result("preempted")
         except LeaseLostError:
-            note(log, event="lost", number=number, pid=os.getpid(), step=step)
+            tell(event="lost", step=step)
             raise
-        note(log, event="ended", number=number, pid=os.getpid(), step=STEPS)
+        tell(event="ended", step=STEPS)
         return result("complete", telemetry={"device": {}})
 
 
@@ -160,12 +155,9 @@ def test_outages_longer_than_a_lease(
                 proxy.silence(True)
                 time.sleep(3.5)
                 proxy.silence(False)
-                continue
-            postgres_server.stop(immediate=True)
-            try:
-                time.sleep(3.0)
-            finally:
-                postgres_server.start()
+            else:
+                with stopped(postgres_server):
+                    time.sleep(3.0)
         finish(*workers)
     check_whole(url, config, tmp_path)
     started = Counter(line["number"] for line in log_of(tmp_path, "started"))
@@ -175,17 +167,17 @@ def test_outages_longer_than_a_lease(
 def test_worker_is_stopped_past_its_lease(url: str, tmp_path: Path) -> None:
     """Another worker has its trial then, so its writes are refused."""
     config = study(1, pruner={"name": "none"})
-    [stopped] = start_workers(url, config, tmp_path, 2.0, count=1)
+    [halted] = start_workers(url, config, tmp_path, 2.0, count=1)
     wait_for_steps(tmp_path, 30)
-    os.kill(stopped.pid, signal.SIGSTOP)
+    os.kill(halted.pid, signal.SIGSTOP)
     try:
         other = start_process(be_elsewhere, url, config, tmp_path, "node-9", 2.0)
         wait_for(lambda: len(log_of(tmp_path, "started")) == 2)
         wait_for_steps(tmp_path, 40)
     finally:
-        os.kill(stopped.pid, signal.SIGCONT)
-    finish(stopped, other)
-    assert [line["pid"] for line in log_of(tmp_path, "lost")] == [stopped.pid]
+        os.kill(halted.pid, signal.SIGCONT)
+    finish(halted, other)
+    assert [line["pid"] for line in log_of(tmp_path, "lost")] == [halted.pid]
     assert [line["pid"] for line in log_of(tmp_path, "ended")] == [other.pid]
     check_whole(url, config, tmp_path)
 
@@ -198,15 +190,12 @@ def test_stop_while_the_database_is_away(postgres_server: PostgresServer, url: s
     wait_until(lambda: saved_steps(tmp_path)[-1:] >= [5], process)
     with postgres_server.connect("postgres") as server:
         server.execute("CHECKPOINT")  # a crash may lose the last commits, with the parameters
-    postgres_server.stop(immediate=True)
-    try:
+    with stopped(postgres_server):
         process.terminate()
-        stopped = finish_command(process, seconds=60)
-    finally:
-        postgres_server.start()
-    assert stopped.exit_code == 130, stopped
-    assert "told to stop while the database is away" in stopped.err
-    assert "Traceback" not in stopped.err
+        left = finish_command(process, seconds=60)
+    assert left.exit_code == 130, left
+    assert "told to stop while the database is away" in left.err
+    assert "Traceback" not in left.err
     newest = saved_steps(tmp_path)[-1]
     with open_storage(url) as storage:
         assert [trial.state for trial in read_study(storage, "tiny").trials] == ["RUNNING"]
@@ -235,18 +224,13 @@ def be_worker(url: str, config: StudyConfig, log: Path) -> None:
 
 def settings_of_all(url: str) -> list[dict[str, str]]:
     """Return the settings of the server's connections, as another program sees them."""
-    programs = [
-        psycopg.connect(url, prepare_threshold=None, application_name="other") for _ in range(POOL_SIZE)
-    ]
-    try:
-        found = [server_settings(program) for program in programs]  # each keeps its transaction open
-    finally:
-        for program in programs:
-            program.close()
-    return found
+    with ExitStack() as programs:  # each keeps its transaction open
+        connect = partial(psycopg.connect, url, prepare_threshold=None, application_name="other")
+        others = [programs.enter_context(connect()) for _ in range(POOL_SIZE)]
+        return [dict(other.execute("SELECT name, setting FROM pg_settings").fetchall()) for other in others]
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="pgbouncer is not installed")
+@pytest.mark.skipif(PGBOUNCER is None, reason="pgbouncer is not installed")
 def test_workers_share_two_connections(pool_url: str, tmp_path: Path) -> None:
     """They leave no settings of a session to other programs."""
     config, log = study(24), tmp_path / "log"

@@ -1,13 +1,20 @@
 """`torchrun -m hpo run`: whatever happens to a rank, all end, and the trial has its outcome or goes on."""
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.command_line import SUPPORT, Finished, finish, hpo_command, ok, start_python, stored, wait_until
+from support.command_line import (
+    FAULTY_HPO,
+    Finished,
+    finish,
+    hpo_command,
+    ok,
+    saved_steps,
+    start_python,
+    stored,
+    wait_until,
+)
 from support.tiny import write_study
 
 pytestmark = pytest.mark.slow
@@ -36,7 +43,7 @@ def torchrun(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 def run_with_faults(folder: Path, faults: str, rank: int) -> subprocess.Popen[str]:
-    return torchrun(folder, str(SUPPORT / "rank_faults.py"), faults, str(rank), "run", "tiny.yaml", "--json")
+    return torchrun(folder, FAULTY_HPO, f"ranks,{rank},{faults}", "run", "tiny.yaml", "--json")
 
 
 def finish_all(process: subprocess.Popen[str], seconds: float) -> Finished:
@@ -76,15 +83,11 @@ def test_trial_continues_after_a_lost_rank(tmp_path: Path, fault: str, rank: int
 def test_sigterm_stops_all_ranks(tmp_path: Path) -> None:
     write(tmp_path)
     process = torchrun(tmp_path, "-m", "hpo", "run", "tiny.yaml")
-    wait_until(lambda: bool(checkpoints(tmp_path)), process, 240)
+    wait_until(lambda: bool(saved_steps(tmp_path)), process, 240)
     process.terminate()
     stopped = finish_all(process, ALL_END_IN)
     assert "Stopped; running trials have a checkpoint: 0 of 2 trials ended." in stopped.out, stopped
     check_goes_on(tmp_path)
-
-
-def checkpoints(folder: Path) -> Sequence[Path]:
-    return list(folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*"))
 
 
 def test_a_study_is_run_by_two_ranks_and_each_failure_is_one_of_its_trial(tmp_path: Path) -> None:

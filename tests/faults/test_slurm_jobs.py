@@ -1,7 +1,5 @@
 """Faults of jobs on a real Slurm. A trial loses only the work after its last checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_line import ROOT, hpo_command, ok, saved_steps
 from support.container import PYTHON, make_image, make_programs, path_with, why_no_container
-from support.postgres import PostgresServer
+from support.postgres import PostgresServer, stopped
 from support.slurm import SlurmCluster
 from support.tiny import write_long_study
 
@@ -45,8 +43,9 @@ def check_continued(slurm: SlurmCluster, url: str, job: str) -> None:
     assert {worker.job for worker in record.workers} >= {f"slurm:hpo:{task}" for task in slurm.states(job)}
 
 
-def node_of(slurm: SlurmCluster, job: str) -> str:
-    return slurm.run(f"squeue --job={job} --noheader --format=%N").strip()
+def warn_and_wait_for_requeue(slurm: SlurmCluster, job: str) -> None:
+    slurm.run(f"scancel --signal=USR1 --batch {job}")
+    slurm.wait(lambda: slurm.run(f"squeue --job={job} --noheader --format=%r").strip() == "BeginTime")
 
 
 def preempt(slurm: SlurmCluster, job: str) -> None:
@@ -59,7 +58,7 @@ def reach_time_limit(slurm: SlurmCluster, job: str) -> None:
 
 
 def kill_node(slurm: SlurmCluster, job: str) -> None:
-    slurm.kill_node(node_of(slurm, job))
+    slurm.kill_node(slurm.run(f"squeue --job={job} --noheader --format=%N").strip())
 
 
 def wait_for_progress(slurm: SlurmCluster, job: str, folder: Path) -> None:
@@ -89,12 +88,12 @@ def test_requeued_job_continues_trial(
 
 
 def test_requeued_job_waits_for_database(
-    slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
+    slurm: SlurmCluster, postgres_server: PostgresServer, tmp_path: Path
 ) -> None:
     """The warning comes during an outage of the database. The next job continues the trial."""
     write_long_study(tmp_path, 0.1, n_trials=1, per_trial=4, max_seconds=6)
     script = tmp_path / "job.sh"
-    with own_server.database() as url:
+    with postgres_server.database() as url:
         ok(hpo_command(tmp_path, "init", "tiny.yaml", "--storage", url))
         write_secret(tmp_path / "url", url)
         script.write_text(
@@ -104,13 +103,9 @@ def test_requeued_job_waits_for_database(
         options = f"--parsable --requeue --chdir={tmp_path} --output={tmp_path}/%j.log"
         job = slurm.run(f"sbatch {options}", str(script)).strip()
         slurm.wait(lambda: bool(saved_steps(tmp_path)))
-        own_server.stop(immediate=True)
-        try:
-            slurm.run(f"scancel --signal=USR1 --batch {job}")
-            slurm.wait(lambda: slurm.run(f"squeue --job={job} --noheader --format=%r").strip() == "BeginTime")
+        with stopped(postgres_server):
+            warn_and_wait_for_requeue(slurm, job)
             slurm.wait(lambda: slurm.states(job) == {job: "RUNNING"})
-        finally:
-            own_server.start()
         check_continued(slurm, url, job)
 
 
@@ -127,8 +122,7 @@ def test_requeue_and_cancel_job_in_container(
     options = (f"--{runtime}", image, "--python", PYTHON, "--setup", "setup")
     job = submit(tmp_path, postgres_url, *options)
     slurm.wait(lambda: bool(saved_steps(tmp_path)) or slurm.states(job) == {f"{job}_0": "FAILED"})
-    slurm.run(f"scancel --signal=USR1 --batch {job}")
-    slurm.wait(lambda: slurm.run(f"squeue --job={job} --noheader --format=%r").strip() == "BeginTime")
+    warn_and_wait_for_requeue(slurm, job)
     wait_for_progress(slurm, job, tmp_path)
     slurm.run(f"scancel {job}")
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})

@@ -4,8 +4,6 @@ Each test has two forms. The form `cuda` carries the marker `gpu` and is skipped
 form `cpu` runs the same function with small sizes, so that no line runs for the first time on a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Each precision computes in what its name says, trains as fp32 does, and as a plain PyTorch loop does."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -134,11 +132,7 @@ def references() -> dict[str, float]:
 
 
 def test_a_trial_trains_like_fp32(
-    device: DeviceInfo,
-    name: str,
-    references: dict[str, float],
-    tmp_path: Path,
-    figure: Callable[[str], None],
+    device: DeviceInfo, name: str, references: dict[str, float], tmp_path: Path, figure: Callable[[str], None]
 ) -> None:
     result, loss = trained(tmp_path / name, device, name)
     if name == "fp32":

@@ -1,7 +1,5 @@
 """Compiled trials have the losses of eager ones, leave no memory behind, and are observed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,7 +153,7 @@ def compute_in_fp32(linear: nn.Linear) -> None:
         with torch.autocast(inputs.device.type, enabled=False):
             return F.linear(inputs.float(), linear.weight, linear.bias).to(torch.bfloat16)
 
-    linear.forward = forward  # type: ignore[method-assign]
+    linear.forward = forward
 
 
 def compiled_parts(executor: Executor, *, planted: bool) -> tuple[TrialParts, MixedPrecision, Observation]:

@@ -1,7 +1,5 @@
 """Out of memory and a lost device: the trial goes on with less, and the study goes on without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

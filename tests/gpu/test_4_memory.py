@@ -1,7 +1,5 @@
 """Float8 in a large model, the memory of adapters, and the resume after kill -9."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.command_line import SUPPORT, finish, start_hpo
-from support.gpu_studies import largest_relative, write_gpu_study
-from support.gpu_trial import run_trial
+from support.gpu_studies import largest_relative, run_trial, write_gpu_study
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
@@ -129,7 +126,7 @@ def check_resumes(
         evaluation={"per_trial": 3},
         checkpoint={"every_seconds": 0.001},
     )
-    program = str(SUPPORT / "gpu_trial.py")
+    program = str(SUPPORT / "gpu_studies.py")
     killed = finish(start_hpo(folder, str(path), str(folder / "killed"), "7", program=(program,)), 240)
     assert killed.exit_code == -signal.SIGKILL, killed.err
     _, whole = run_trial(path, folder / "whole")

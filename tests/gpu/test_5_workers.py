@@ -1,7 +1,5 @@
 """Several workers on one device, ranks under torchrun, and attention in fp32."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from support.tiny_encoders import KIND_TASKS, make_batch, make_model

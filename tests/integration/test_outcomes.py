@@ -1,7 +1,5 @@
 """Every outcome of a trial, also of a compiled one, each reached by a real run of the executor."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -1,13 +1,10 @@
 """The report of a study in a real browser."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import page_that_fits
 from support.study_records import EXAMPLES_PER_SECOND, fake_record
 
 from hpo.report.report import write_report
@@ -19,14 +16,30 @@ UNKNOWN = re.compile(r"\b(nan|None|undefined|Infinity|inf)\b")
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1200, 400])
 def test_report_draws_the_scores_of_all_trials(tmp_path: Path, chromium: Any, width: int) -> None:
+    """The page fits into the window, asks for its own file alone and has nothing to complain of."""
     record = fake_record()
     values = [trial.values[0] for trial in record.trials if trial.values]
-    with page_that_fits(chromium, write_report(record, tmp_path), width, num_plots=8) as page:
-        assert f"{max(values):.4f}" in page.inner_text("body")
-        for summary in page.locator("summary").all():
-            summary.click()
-        text = page.inner_text("body")
-        assert not UNKNOWN.search(text), text[UNKNOWN.search(text).start() - 200 :]  # type: ignore[union-attr]
-        drawn = page.evaluate("document.getElementById('history').data.map(each => [each.name, each.y])")
-        shown = (value for name, ys in drawn if name in EXAMPLES_PER_SECOND for value in ys)
-        assert sorted(shown) == pytest.approx(sorted(values))
+    path = write_report(record, tmp_path)
+    page = chromium.new_page(viewport={"width": width, "height": 900})
+    problems: list[object] = []
+    requests: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(error))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 8")
+    assert f"{max(values):.4f}" in page.inner_text("body")
+    for summary in page.locator("summary").all():
+        summary.click()
+    text = page.inner_text("body")
+    assert not UNKNOWN.search(text), text[UNKNOWN.search(text).start() - 200 :]
+    drawn = page.evaluate("document.getElementById('history').data.map(each => [each.name, each.y])")
+    shown = (value for name, ys in drawn if name in EXAMPLES_PER_SECOND for value in ys)
+    assert sorted(shown) == pytest.approx(sorted(values))
+    rights = (
+        "[...document.querySelectorAll('.scroll, .js-plotly-plot')].map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(page.evaluate(rights)) <= width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert (problems, requests) == ([], [path.as_uri()])
+    page.close()

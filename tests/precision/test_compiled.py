@@ -1,35 +1,19 @@
 """Compiled models, by the visible changes of their weights."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from support.observed_products import (
-    Compute,
-    Library,
-    WithOwn,
-    cast_back,
-    plain,
-    rounded_first,
-    rounded_in_training,
-    to_float8,
-    to_tf32,
-    unrounded,
-    wide_in_evaluation,
-    wide_in_training,
-)
-from support.tiny import CPU, EMULATED, tiny_batch, tiny_model, tiny_objective
+from support import observed_products as planted
+from support.observed_products import Compute, Library, WithOwn, plain, to_float8
+from support.tiny import EMULATED, amp_of, tiny_batch, tiny_model, tiny_objective, unchanged
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
+from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.compiled import Step, _rounded, observe_compiled
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.precision.float8 import float8_facts, float8_weights
@@ -38,30 +22,27 @@ from hpo.precision.parts import run_in_float32
 from hpo.precision.table import PRECISIONS
 from hpo.training.compilation import run_both_modes
 
-ALL = (
-    "5 of 5 kinds of weights: encoder.dense.weight in training, encoder.own.weight in training, "
-    "heads.1.1.weight in training and 2 more"
-)
+NAMED = ", ".join(f"{name}.weight in training" for name in ("encoder.dense", "encoder.own", "heads.1.1"))
+ALL = f"5 of 5 kinds of weights: {NAMED} and 2 more"
 MORE = "encoder.own.weight was multiplied in more than bfloat16"
-Run = Callable[[MultitaskModel], tuple[list[Tensor], list[Tensor]]]
+LESS = "compiled, encoder.own.weight was multiplied in less than it should"
 
 
-def prepared(name: str, compute: Compute, autocast: str | None = None) -> tuple[MultitaskModel, Run]:
+def prepared(name: str, compute: Compute = plain, autocast: str = "") -> tuple[MultitaskModel, Step]:
     """Return a model and a trial's call of it, under `autocast` or its own precision."""
-    precision, model = PRECISIONS[name], tiny_model(WithOwn(compute))
-    prepare_model(model, precision)
-    amp = MixedPrecision(PRECISIONS[autocast or name], EMULATED, CPU)
+    model = tiny_model(WithOwn(compute))
+    prepare_model(model, PRECISIONS[name])
 
-    def step(model: MultitaskModel) -> tuple[list[Tensor], list[Tensor]]:
+    def step() -> tuple[list[Tensor], list[Tensor]]:
         torch.manual_seed(0)
-        return run_both_modes(model, tiny_objective(), tiny_batch(), amp)
+        return run_both_modes(model, tiny_objective(), tiny_batch(), amp_of(autocast or name))
 
     return model, step
 
 
 def seen_eagerly(model: MultitaskModel, name: str = "bf16") -> Observation:
-    amp, inputs = MixedPrecision(PRECISIONS[name], EMULATED, CPU), tiny_batch().inputs
-    return observe_model(model, amp, lambda model: model(*inputs))
+    inputs = tiny_batch().inputs
+    return observe_model(model, amp_of(name), lambda model: model(*inputs))
 
 
 def judged(model: MultitaskModel, step: Step, name: str, seen: Observation | None = None) -> Agreement:
@@ -76,27 +57,25 @@ def judged(model: MultitaskModel, step: Step, name: str, seen: Observation | Non
         (plain, "bf16", True, ""),
         (plain, "fp16", False, ""),
         (plain, "bf16-true", False, ""),
-        (cast_back, "bf16", True, f"compiled, {MORE}."),
-        (wide_in_training, "bf16", False, f"compiled, {MORE} in training."),
-        (wide_in_evaluation, "bf16", False, f"compiled, {MORE} in evaluation."),
-        (rounded_first, "fp32", True, "compiled, encoder.own.weight was multiplied in less than it should."),
+        (planted.cast_back, "bf16", True, f"compiled, {MORE}."),
+        (planted.wide_in_training, "bf16", False, f"compiled, {MORE} in training."),
+        (planted.wide_in_evaluation, "bf16", False, f"compiled, {MORE} in evaluation."),
+        (planted.rounded_first, "fp32", True, f"{LESS}."),
     ],
 )
 def test_agreement_of_compiled_models(compute: Compute, name: str, compiles: bool, reason: str) -> None:
     """Only some are traced by the compiler, for speed."""
     model, step = prepared(name, compute)
-    seen, counted = seen_eagerly(model, name), Mock(side_effect=partial(step, model))
+    seen, counted = seen_eagerly(model, name), Mock(side_effect=step)
     if compiles:
         torch._dynamo.reset()
         model.compile(backend="aot_eager")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
     generator = torch.get_rng_state()
-    assert judged(model, counted, name, seen) == (not reason, reason)
+    with unchanged(model):
+        assert judged(model, counted, name, seen) == (not reason, reason)
     if not reason:
         assert counted.call_count == 8, "twice unchanged, once for all weights and once for each of five"
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
-    assert model.training
 
 
 @pytest.mark.parametrize(
@@ -115,9 +94,9 @@ def test_agreement_of_compiled_models(compute: Compute, name: str, compiles: boo
 def test_graph_in_another_format(name: str, real: str, reason: str) -> None:
     model, step = prepared(name, plain, real)
     nn.init.zeros_(model.encoder.dense.weight)  # like a new adapter
-    roundings = {"fp8": to_float8(torch.float8_e4m3fn), "tf32": to_tf32}
-    with Library(roundings.get(real, unrounded)):
-        agreement = judged(model, partial(step, model), name)
+    roundings = {"fp8": to_float8(torch.float8_e4m3fn), "tf32": planted.to_tf32}
+    with Library(roundings.get(real, planted.unrounded)):
+        agreement = judged(model, step, name)
     assert agreement.agrees is (not reason or (None if real == "fp32" and name == "tf32" else False))
     assert reason in agreement.reason
 
@@ -139,14 +118,13 @@ class Packed(Tensor):
     ids=["int8", "packed"],
 )
 def test_quantised_weight_is_unverified(weight: Tensor) -> None:
-    model, step = prepared("bf16", plain)
+    model, step = prepared("bf16")
     nothing = (None, "compiled, no product with a weight was seen.")
-    assert judged(model, partial(step, model), "bf16", Observation()) == nothing
+    assert judged(model, step, "bf16", Observation()) == nothing
     seen = seen_eagerly(model)
     model.encoder.own.weight = nn.Parameter(weight, requires_grad=False)
-    agreement = judged(model, partial(step, model), "bf16", seen)
-    said = "encoder.own.weight is quantised, so that its products cannot be measured."
-    assert agreement == (None, f"compiled, {said}")
+    said = "compiled, encoder.own.weight is quantised, so that its products cannot be measured."
+    assert judged(model, step, "bf16", seen) == (None, said)
 
 
 class Float8Linear(nn.Linear):
@@ -165,46 +143,46 @@ class Float8Linear(nn.Linear):
 
 @pytest.mark.parametrize("is_real", [True, False])
 def test_float8_graph(is_real: bool) -> None:
-    model, step = prepared("bf16", plain)
+    model, step = prepared("bf16")
     model.encoder.dense.__class__ = Float8Linear
     model.encoder.dense.is_real = is_real
     seen = Observation(float8=float8_facts(model), float8_weights=frozenset(float8_weights(model)))
     for name in ("encoder.dense.weight", "encoder.own.weight", "heads.0.1.weight"):
         seen.products[name].add("bfloat16")
-    agreement = judged(model, partial(step, model), "fp8", seen)
+    agreement = judged(model, step, "fp8", seen)
     said = "compiled, encoder.dense.weight was multiplied in more than float8"
     assert agreement.agrees is is_real
     assert agreement.reason.startswith("" if is_real else said)
 
 
 class Unused(nn.Linear):
-    """A layer without an effect, or with one in some modes."""
+    """A layer without an effect, or with one in training."""
 
-    modes: tuple[bool, ...] = ()
+    trains = False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + super().forward(hidden) * (self.training in self.modes)
+        return hidden + super().forward(hidden) * (self.training and self.trains)
 
 
-@pytest.mark.parametrize(("modes", "where"), [((), "training and evaluation"), ((True,), "evaluation")])
-def test_weight_without_a_visible_result_is_unverified(modes: tuple[bool, ...], where: str) -> None:
-    model, step = prepared("fp32", plain)
+@pytest.mark.parametrize(("trains", "where"), [(False, "training and evaluation"), (True, "evaluation")])
+def test_weight_without_a_visible_result_is_unverified(trains: bool, where: str) -> None:
+    model, step = prepared("fp32")
     model.encoder.dense = nn.Sequential(model.encoder.dense, Unused(16, 16))
-    model.encoder.dense[1].modes = modes
+    model.encoder.dense[1].trains = trains
     reason = f"nothing shows the products of 1 of 6 kinds of weights: encoder.dense.1.weight in {where}."
-    assert judged(model, partial(step, model), "fp32") == (None, f"compiled, {reason}")
+    assert judged(model, step, "fp32") == (None, f"compiled, {reason}")
 
 
 def test_unread_pooler_does_not_count() -> None:
     class Pooled(WithOwn):
-        def forward(self, input_ids: Tensor, **inputs: Any) -> Any:  # type: ignore[override]
+        def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
             self.pooler(self.embedding(input_ids)[:, 0])
             return super().forward(input_ids, **inputs)
 
-    model, step = prepared("fp32", plain)
+    model, step = prepared("fp32")
     model.encoder.__class__ = Pooled
     model.encoder.pooler = nn.Sequential(nn.Linear(16, 3))
-    assert judged(model, partial(step, model), "fp32") == (True, "")
+    assert judged(model, step, "fp32") == (True, "")
 
 
 class Noise:
@@ -219,31 +197,26 @@ class Noise:
         return training, evaluation
 
 
-LESS = "compiled, encoder.own.weight was multiplied in less than it should in training."
-
-
 @pytest.mark.parametrize(
     ("compute", "name", "which", "expected"),
     [
         (plain, "bf16", slice(1, 2), (True, "")),
-        (wide_in_training, "bf16", slice(1, 2), (False, f"compiled, {MORE} in training.")),
-        (rounded_in_training, "fp32", slice(1, 2), (False, LESS)),
+        (planted.wide_in_training, "bf16", slice(1, 2), (False, f"compiled, {MORE} in training.")),
+        (planted.rounded_in_training, "fp32", slice(1, 2), (False, f"{LESS} in training.")),
         (plain, "bf16", slice(None), (None, f"compiled, nothing shows the products of {ALL}.")),
-        (wide_in_evaluation, "bf16", slice(None), (False, f"compiled, {MORE} in evaluation.")),
+        (planted.wide_in_evaluation, "bf16", slice(None), (False, f"compiled, {MORE} in evaluation.")),
     ],
 )
-def test_noisy_tensors_hide_no_others(
-    compute: Compute, name: str, which: slice, expected: tuple[bool | None, str]
-) -> None:
+def test_noisy_tensors_hide_no_others(compute: Compute, name: str, which: slice, expected: Any) -> None:
     model, step = prepared(name, compute)
-    assert judged(model, Noise(partial(step, model), which), name) == expected
+    assert judged(model, Noise(step, which), name) == expected
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "nf4"])
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize("lies", [False, True])
 def test_stored_weights_by_their_products(kind: str, name: str, lies: bool) -> None:
-    model, step = prepared(name, plain)
+    model, step = prepared(name)
     # 64 inputs, a block of nf4: bitsandbytes 0.50 decodes narrower layers wrongly on a CPU.
     model.encoder.dense = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16).requires_grad_(False))
     store_frozen(model, kind, torch.float32)
@@ -256,7 +229,7 @@ def test_stored_weights_by_their_products(kind: str, name: str, lies: bool) -> N
 
     if lies:
         stored.forward = lie
-    agreement = judged(model, partial(step, model), name)
+    agreement = judged(model, step, name)
     # Weights stored in bf16 have no bits to lose under bf16, and none to show otherwise.
     assert agreement.agrees is (not lies if kind != "bf16" else name == "bf16"), agreement
     for key, value in (*model.named_parameters(), *model.named_buffers()):
@@ -265,22 +238,22 @@ def test_stored_weights_by_their_products(kind: str, name: str, lies: bool) -> N
 
 @pytest.mark.parametrize("in_part", [True, False])
 def test_part_in_fp32_in_a_compiled_model(in_part: bool) -> None:
-    model, step = prepared("bf16", plain)
+    model, step = prepared("bf16")
     before = seen_eagerly(model)
     run_in_float32(model.get_submodule("encoder.dense"))
     seen = seen_eagerly(model) if in_part else before
     torch._dynamo.reset()
     model.compile(backend="aot_eager", fullgraph=True)
     said = "compiled, encoder.dense.weight was multiplied in more than bfloat16."
-    assert judged(model, partial(step, model), "bf16", seen) == (in_part, "" if in_part else said)
+    assert judged(model, step, "bf16", seen) == (in_part, "" if in_part else said)
 
 
 def test_part_with_a_rounded_output_is_unverified() -> None:
     """The next product casts it to bf16, so a lost change proves nothing about the part."""
-    model, step = prepared("bf16", plain)
+    model, step = prepared("bf16")
     dense = model.get_submodule("encoder.dense")
     run_in_float32(dense)
     dense.register_forward_hook(lambda _, __, output: output + (output.round(decimals=1) - output).detach())
-    agrees, reason = judged(model, partial(step, model), "bf16")
+    agrees, reason = judged(model, step, "bf16")
     assert agrees is None
     assert reason.endswith("kinds of weights: encoder.dense.weight in evaluation.")

@@ -1,7 +1,5 @@
 """Frozen weights stored in fewer bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights, followed through the tensors of a forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +45,8 @@ def test_elementwise_parameters_are_no_matrices() -> None:
 class Parameters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        shapes = {
-            "w": (16, 16),
-            "two": (2, 16),
-            "row": (1, 16),
-            "v": (16,),
-            "stack": (3, 16, 16),
-            "long": (64,),
-        }
+        shapes = {"w": (16, 16), "two": (2, 16), "row": (1, 16), "stack": (3, 16, 16)}
+        shapes |= {"v": (16,), "long": (64,)}
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape), requires_grad=False))
         self.register_buffer("b", torch.randn(16, 16))

@@ -1,19 +1,17 @@
 """Parts of a model in fp32 under autocast."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED
+from support.tiny import amp_of
 from torch import Tensor, nn
 
-from hpo.precision.amp import MixedPrecision, prepare_model
+from hpo.precision.amp import prepare_model
 from hpo.precision.effective import observe_model
 from hpo.precision.parts import float32_modules, float32_weights, run_in_float32
-from hpo.precision.table import PRECISIONS, Precision
+from hpo.precision.table import PRECISIONS
 
 X = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
 
@@ -37,10 +35,6 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.last(self.second(self.first(x)))
         return result
-
-
-def amp(precision: Precision) -> MixedPrecision:
-    return MixedPrecision(precision, EMULATED, CPU)
 
 
 def call(model: nn.Module) -> Any:
@@ -77,12 +71,9 @@ def test_names_weights_and_copies() -> None:
 def test_part_in_bf16_disagrees() -> None:
     model = Model(Stubborn)
     run_in_float32(model.second)
-    agrees, reason = observe_model(model, amp(PRECISIONS["bf16"]), call).agreement(PRECISIONS["bf16"])
-    assert agrees is False
-    assert reason == (
-        "1 of 4 weights were not multiplied in bfloat16, or in float32 inside fp32_parts: "
-        "second.0.weight (bfloat16)."
-    )
+    agreement = observe_model(model, amp_of("bf16"), call).agreement(PRECISIONS["bf16"])
+    said = "1 of 4 weights were not multiplied in bfloat16, or in float32 inside fp32_parts: "
+    assert agreement == (False, f"{said}second.0.weight (bfloat16).")
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
@@ -92,16 +83,15 @@ def test_part_equals_fp32_beyond_the_range_of_fp16(name: str) -> None:
         model.second[2].bias.fill_(1e6)
     plain, seen = copy.deepcopy(model), dict[str, tuple[Tensor, Tensor]]()
     run_in_float32(model.second)
-    for name_of, module in model.named_children():
-        module.register_forward_hook(
-            lambda _, inputs, output, name_of=name_of: seen.update({name_of: (inputs[0], output)})
-        )
-    with amp(precision).autocast():
+    for part, module in model.named_children():
+        note = lambda _, inputs, output, part=part: seen.update({part: (inputs[0], output)})  # noqa: E731
+        module.register_forward_hook(note)
+    with amp_of(name).autocast():
         model(X)
     (given, made), reduced = seen["second"], getattr(torch, precision.autocast)
     assert (given.dtype, made.dtype, seen["last"][1].dtype) == (reduced, torch.float32, reduced)
     torch.testing.assert_close(made, plain.second(given.float()), rtol=0, atol=0)
-    observed = observe_model(model, amp(precision), call)
+    observed = observe_model(model, amp_of(name), call)
     in_part = {name: {"float32"} for name in ("second.0.weight", "second.2.weight")}
     others = {name: {precision.products} for name in ("first.weight", "last.weight")}
     assert observed.products == in_part | others

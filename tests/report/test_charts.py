@@ -4,19 +4,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.study_records import (
-    fake_record,
-    fake_tables,
-    fake_trial,
-    tables_of,
-)
+from support.study_records import fake_record, fake_tables, fake_trial, tables_of
 
-from hpo.report.charts import (
-    Chart,
-    history,
-    metric_throughput,
-    precision_metric,
-)
+from hpo.report.charts import Chart, history, metric_throughput, precision_metric
 from hpo.report.tables import StudyTables
 
 

@@ -1,43 +1,13 @@
-"""Detailed evaluations as tables, as a section of the page, and as marks in a text."""
-
 from __future__ import annotations
 
-import dataclasses
 import html
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import without_plotly
-from support.detailed_documents import (
-    class_row,
-    document,
-    error,
-    every_kind,
-    single_label,
-    task_document,
-)
-from support.study_records import fake_trial, record_of
+from support.detailed_documents import every_kind
 
-from hpo.report.detailed import HEADING, Detailed, headline, marked_text
-from hpo.report.report import write_report
-
-HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
-
-
-def write(folder: Path, *documents: dict[str, Any], **changes: Any) -> Path:
-    """Write the report of a study with these detailed evaluations of its best trial, number 6."""
-    by_split = {one["split"]: one for one in documents}
-    record = record_of([dataclasses.replace(fake_trial(6, "fp32"), detailed=by_split)])
-    return write_report(
-        dataclasses.replace(record, definition=record.definition | changes), folder, "my study.yaml"
-    )
-
-
-def section(path: Path) -> str:
-    text = without_plotly(path)
-    return text[text.index(f"<h2>{HEADING}") : text.index("<h2>Before you draw")]
+from hpo.report.detailed import Detailed, headline, marked_text
 
 
 @pytest.mark.parametrize(
@@ -51,26 +21,6 @@ def section(path: Path) -> str:
 def test_headline_has_the_objectives_or_the_score(metrics: list[str], expected: str) -> None:
     text = headline(Detailed(6, "test", every_kind()), metrics)
     assert text.replace("\u00a0", " ") == f"test, 500 rows: {expected}"
-
-
-# The page
-
-
-def test_hostile_documents_are_escaped(tmp_path: Path) -> None:
-    topic = single_label([HOSTILE, "b"], worst=[error(HOSTILE, HOSTILE, HOSTILE, "b")], warnings=[HOSTILE])
-    spans = [[HOSTILE, 3, 20]], [[HOSTILE, 10, 40], ["b", 2, 5]]
-    phrases = task_document(
-        "token_classification",
-        {HOSTILE: 0.5},
-        classes=[class_row(HOSTILE, 1, 2, 3), class_row("b", 1, 1, 1)],
-        worst=[error("1", HOSTILE, *spans)],
-    )
-    text = section(write(tmp_path, document({HOSTILE: topic, "phrases": phrases}, decided_on=HOSTILE)))
-    assert not re.search("<script>window|<img src=x", text)
-    assert "&lt;script&gt;window.hacked=1&lt;/script&gt;" in text
-
-
-# Marks
 
 
 def pieces(marked: str) -> list[tuple[str, str, str]]:

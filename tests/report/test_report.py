@@ -12,10 +12,12 @@ import pandas as pd
 import pytest
 from support.browser import without_plotly
 from support.command_line import hpo_command, ok
+from support.detailed_documents import class_row, document, error, single_label, task_document
 from support.study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
 from support.tiny import write_study
 
 from hpo.errors import RunError
+from hpo.report.detailed import HEADING
 from hpo.report.report import write_report
 from hpo.report.tables import StudyTables
 from hpo.report.verdicts import VERDICT_COLUMNS
@@ -81,7 +83,20 @@ def test_page_loads_nothing_from_outside(full_report: Path) -> None:
 
 
 def hostile_record() -> StudyRecord:
-    trial = fake_trial(0, "fp32")
+    spans = [[HOSTILE, 3, 20]], [[HOSTILE, 10, 40], ["b", 2, 5]]
+    tasks = {
+        HOSTILE: single_label(
+            [HOSTILE, "b"], worst=[error(HOSTILE, HOSTILE, HOSTILE, "b")], warnings=[HOSTILE]
+        ),
+        "phrases": task_document(
+            "token_classification",
+            {HOSTILE: 0.5},
+            classes=[class_row(HOSTILE, 1, 2, 3), class_row("b", 1, 1, 1)],
+            worst=[error("1", HOSTILE, *spans)],
+        ),
+    }
+    detailed = {"test": document(tasks, decided_on=HOSTILE)}
+    trial = dataclasses.replace(fake_trial(0, "fp32"), detailed=detailed)
     trial.telemetry["device"]["name"] = HOSTILE
     trial.telemetry["metrics"] = {HOSTILE: {HOSTILE: 0.5}}
     trial.telemetry["precision"] |= {"agrees": False, "reason": HOSTILE}
@@ -95,6 +110,7 @@ def hostile_record() -> StudyRecord:
 
 def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
     text = without_plotly(write_report(hostile_record(), tmp_path))
+    assert f"<h2>{HEADING}" in text
     assert not re.search("<script>window|<img", text)
     assert "&lt;script&gt;window.hacked=1&lt;/script&gt;" in text
 

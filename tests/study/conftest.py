@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from hpo.study.claims import snapshot
 from hpo.study.store.storage import Storage, open_storage
 
-SQL = (*("test_leases", "test_lifecycle", "test_promotion", "test_reader", "test_storage"),)
+SQL = ("test_leases", "test_lifecycle", "test_promotion", "test_reader", "test_storage", "test_workers")
 """Tests of queries: they use each kind of database, and the others use SQLite."""
 
 
@@ -21,6 +22,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if metafunc.definition.path.stem in SQL:
             kinds.append(pytest.param("postgres", marks=pytest.mark.postgres))
         metafunc.parametrize("database_kind", kinds)
+
+
+@pytest.fixture
+def looks_for_dead_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "DEATH_CHECK_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

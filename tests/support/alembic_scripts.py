@@ -1,7 +1,5 @@
 """Optuna's scripts of its tables, ten of them, are read once a process, not whenever a database is opened."""
 
-from __future__ import annotations
-
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
@@ -16,4 +14,4 @@ def _from_config(config: Config) -> ScriptDirectory:
     return _directories[place]
 
 
-ScriptDirectory.from_config = staticmethod(_from_config)  # type: ignore[method-assign, assignment]
+ScriptDirectory.from_config = staticmethod(_from_config)

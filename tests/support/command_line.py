@@ -1,13 +1,11 @@
 """The command line as the tests call it: in this process where that is enough, else in one of its own."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -22,17 +20,19 @@ from hpo.cli.commands import app, main
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
-from support.forked_program import ForkedProgram, start_program
+from support.forked_program import ForkedProgram, new_program, start_program
+from support.waiting import wait_for
 
 ROOT = Path(hpo.__file__).parents[1]
 SUPPORT = ROOT / "tests" / "support"
+FAULTY_HPO = str(SUPPORT / "faulty_hpo.py")
 PYTHON_PATH = os.pathsep.join(
     filter(None, [str(ROOT), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
 )
 """PYTHONPATH of started processes: this checkout, its tests, and what was there before."""
 COMMANDS: dict[str, Any] = {
     " ".join([name, *inner]): found
-    for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+    for name, command in get_command(app).commands.items()
     for inner, found in (
         [([one], of) for one, of in getattr(command, "commands", {}).items()] or [([], command)]
     )
@@ -101,23 +101,14 @@ def refused(finished: Finished, *messages: str) -> Finished:
 
 def start_hpo(
     folder: Path, *arguments: str, program: Sequence[str] = ("-m", "hpo"), **environment: str
-) -> ForkedProgram:
+) -> AnyProcess:
     """Start `python -m hpo` in `folder`, or another Python program in its place."""
     return start_program(folder, [*program, *map(str, arguments)], _environment(environment))
 
 
 def start_python(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start `python ARGUMENTS` as such: for what is read from the environment when a package is imported."""
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=_environment(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return new_program(folder, arguments, _environment(environment))
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:
@@ -131,8 +122,13 @@ def finish(process: AnyProcess, seconds: float = 120) -> Finished:
 
 def wait_until(condition: Callable[[], bool], process: AnyProcess, seconds: float = 120) -> None:
     """Wait for what `process` should bring about; fail if it ends before."""
-    deadline = time.monotonic() + seconds
-    while not condition():
+
+    def check() -> None:
         assert process.poll() is None, finish(process)
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+
+    wait_for(condition, seconds, check)
+
+
+def kill(process: AnyProcess) -> None:
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL

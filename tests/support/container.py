@@ -5,8 +5,6 @@ for, exist inside. The real apptainer also mounts the home and `/tmp`; the stand
 finds a mount that is missing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ Use: `python tests/support/described_cpu.py CPU COMMAND ...`.
 file, because they run in a mount namespace of their own. PyTorch asks the CPU itself, and computes as before.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -5,8 +5,6 @@ on a GPU it never waits for one. What the meta device would let pass is refused 
 on the host and copied, which is no copy from pinned memory, other than by `Batch.to`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,16 +17,8 @@ from torch.utils._pytree import tree_leaves
 from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
 
-READS = {
-    "_local_scalar_dense",
-    "is_nonzero",
-    "equal",
-    "nonzero",
-    "masked_select",
-    "unique_consecutive",
-    "_unique2",
-    "unique_dim",
-}
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"}
+READS |= {"unique_consecutive", "_unique2", "unique_dim"}
 """ATen operators whose result, or its shape, the host must know: `.item()`, `if tensor`, and so on."""
 
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}

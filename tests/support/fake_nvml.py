@@ -1,10 +1,4 @@
-"""A module in the place of `pynvml`, with the errors that NVML documents for each call.
-
-NVML API reference: nvmlInit_v2, nvmlDeviceGetHandleByUUID, nvmlDeviceGetTotalEnergyConsumption (millijoules
-since the driver was loaded, as an unsigned integer, on Volta and later).
-"""
-
-from __future__ import annotations
+"""A module in the place of `pynvml`, with the errors that the NVML API reference documents for each call."""
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -14,14 +8,8 @@ class NVMLError(Exception):
     pass
 
 
-NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
-NVMLError_NotFound = type("NVMLError_NotFound", (NVMLError,), {})
-NVMLError_GpuIsLost = type("NVMLError_GpuIsLost", (NVMLError,), {})
-NVMLError_Uninitialized = type("NVMLError_Uninitialized", (NVMLError,), {})
-
-
 class FakeNvml(ModuleType):
-    """GPUs by their UUIDs, each with a function that returns its counter or raises."""
+    """GPUs by their UUIDs, each with a function that returns its counter in millijoules or raises."""
 
     NVMLError = NVMLError
 
@@ -29,8 +17,7 @@ class FakeNvml(ModuleType):
         self, counters: Mapping[str, Callable[[], int]], init_error: NVMLError | None = None
     ) -> None:
         super().__init__("pynvml")
-        self._counters = counters
-        self._init_error = init_error
+        self._counters, self._init_error = counters, init_error
         self._is_initialized = False
 
     def nvmlInit(self) -> None:
@@ -38,12 +25,10 @@ class FakeNvml(ModuleType):
             raise self._init_error
         self._is_initialized = True
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object:
-        if not self._is_initialized:
-            raise NVMLError_Uninitialized("Uninitialized")
-        if uuid not in self._counters:
-            raise NVMLError_NotFound("Not Found")
-        return (uuid,)
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Callable[[], int]:
+        if not self._is_initialized or uuid not in self._counters:
+            raise NVMLError("Not Found" if self._is_initialized else "Uninitialized")
+        return self._counters[uuid]
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: tuple[str]) -> int:
-        return self._counters[handle[0]]()
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Callable[[], int]) -> int:
+        return handle()

@@ -1,7 +1,5 @@
 """Python programs in processes of their own, forked from one that has imported what takes them seconds."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess
@@ -62,20 +60,27 @@ class ForkedProgram:
         self._process.kill()
 
 
-def start_program(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProgram:
+def start_program(
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str]
+) -> ForkedProgram | subprocess.Popen[str]:
     """Start `python ARGUMENTS`. With a GPU it is not forked: CUDA cannot be used after a fork."""
-    if not torch.cuda.is_available():
-        return ForkedProgram(folder, arguments, environment)
-    process: Any = subprocess.Popen(
+    start = new_program if torch.cuda.is_available() else ForkedProgram
+    return start(folder, arguments, environment)
+
+
+def new_program(
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
         env=dict(environment),
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    return process  # type: ignore[no-any-return]
 
 
 def _reader(readable: Any, writable: Any) -> TextIOWrapper:

@@ -1,7 +1,6 @@
 """Data sets in jsonl files, written and loaded for a test."""
 
-from __future__ import annotations
-
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,19 @@ def write_set(folder: Path, tasks: object, **splits: Iterable[object]) -> Path:
         lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
         (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return folder
+
+
+def write_moods(folder: Path, **texts: Iterable[str]) -> Path:
+    """Write texts by split; their mood is `bad` if they have this word, else `good`."""
+    numbers = itertools.count()
+    splits = {
+        split: [
+            {"id": str(next(numbers)), "text": text, "labels": {"mood": "bad" if "bad" in text else "good"}}
+            for text in of_split
+        ]
+        for split, of_split in texts.items()
+    }
+    return write_set(folder, {"mood": {"kind": "single_label", "classes": ["good", "bad"]}}, **splits)
 
 
 def load_set(folder: Path, source: str = "jsonl", **options: Any) -> DataSet:

@@ -1,17 +1,7 @@
-"""A GPU that loses the context of its process, for the tests on a CPU.
+"""A GPU that loses the context of its process, for the tests on a CPU."""
 
-As a program, `hpo` whose process loses its context in the third step, but only the first time: it leaves a
-file `lost` in the working folder. Use: tests/support/lost_gpu.py COMMAND ...
-"""
-
-from __future__ import annotations
-
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
 
 from hpo import lost_device
 from hpo.precision.amp import MixedPrecision
@@ -53,16 +43,3 @@ class LostGpu:
             return function(*args, **options)
 
         return call
-
-
-def main() -> None:
-    from hpo.cli.commands import main
-
-    if not Path("lost").exists():
-        gpu = LostGpu(setattr, "step", at=3)
-        lost_device.is_lost = lambda _: gpu.is_lost and (Path("lost").touch() or True)  # type: ignore[func-returns-value]
-    main()
-
-
-if __name__ == "__main__":
-    main()

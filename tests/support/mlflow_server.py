@@ -1,17 +1,14 @@
 """A real MLflow server of `mlflow-skinny` on 127.0.0.1, and the content of its runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from hpo.cluster.postgres.postgres_server import free_port
+from support.waiting import wait_for
 
 
 class MlflowServer:
@@ -37,11 +34,7 @@ class MlflowServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 120
-        while not self._answers():
-            assert self._process.poll() is None, (self._folder / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for(self._answers, check=self._check_process)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -49,11 +42,15 @@ class MlflowServer:
             self._process.wait(30)
             self._process = None
 
+    def _check_process(self) -> None:
+        assert self._process is not None
+        assert self._process.poll() is None, (self._folder / "log").read_text()
+
     def _answers(self) -> bool:
         try:
             with urlopen(f"{self.url}/health", timeout=5):
                 return True
-        except (URLError, OSError):
+        except OSError:
             return False
 
 

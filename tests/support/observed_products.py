@@ -1,7 +1,5 @@
 """Models and backends with other products than they declare, and their observed formats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +117,6 @@ class WithOwn(TinyEncoder):
         self.own = Own(compute)
         self.norm = nn.BatchNorm1d(16)
 
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
         hidden = torch.tanh(self.dense(self.embedding(input_ids)))
         return BaseModelOutput(self.norm(self.own(hidden).flatten(0, 1)).unflatten(0, hidden.shape[:2]))

@@ -4,8 +4,6 @@ A pooler such as PgBouncer has few connections to its server. If each worker hol
 waits for another, all of them wait for ever.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

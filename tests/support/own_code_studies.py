@@ -1,7 +1,5 @@
 """A study with a file of code of its own, for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Studies with a training loop of their own, for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import yaml
 
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
-from hpo.device import DeviceInfo
 from hpo.trial.executor import OwnLoopExecutor, build_executor
 from support.tiny import CPU
 
@@ -70,8 +67,8 @@ def write_own(folder: Path, loop: str = LOOP, **changes: Any) -> Path:
     return path
 
 
-def own_executor(folder: Path, loop: str = LOOP, device: DeviceInfo = CPU, **changes: Any) -> OwnLoopExecutor:
+def own_executor(folder: Path, loop: str = LOOP, **changes: Any) -> OwnLoopExecutor:
     study = load_study(write_own(folder, loop, **changes))
-    executor = build_executor(resolve_study(study, device), folder / "runs")
+    executor = build_executor(resolve_study(study, CPU), folder / "runs")
     assert isinstance(executor, OwnLoopExecutor)
     return executor

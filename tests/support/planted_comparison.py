@@ -3,8 +3,7 @@
 No trial trains. A score is the r2 of a regression, whose rows can have any mean.
 """
 
-from __future__ import annotations
-
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,21 +17,20 @@ from hpo.compare.results import Result, judge_runs
 from hpo.compare.runs import Runs
 from hpo.compare.sequential import run_rounds
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
-from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo
 from hpo.study.reading.detailed_evaluations import store_row_statistics
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.running.stopping import Stop
-from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.running.worker import WorkerOptions
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.points import grid_points
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.tasks.kind import Task
 from hpo.training.metrics import RowStatistics
-from support.worker_process import result, study
+from support.worker_process import lease_of, result, run_trials, study
 
 TASKS = (Task("topic", "regression"),)
 TWO_TASKS = (*TASKS, Task("tone", "regression"))
@@ -78,7 +76,7 @@ def search_config(**changes: Any) -> StudyConfig:
     return study(6, **{"search_space": space, "sampler": {"name": "grid", "seed": 3}, **changes})
 
 
-def plan_of(seeds: int, max_seeds: int = 0) -> ComparisonConfig:
+def plan_of(seeds: int) -> ComparisonConfig:
     """Return a plan of bf16 against fp32 in one configuration, with so many seeds."""
     return ComparisonConfig(
         study="tiny",
@@ -89,38 +87,35 @@ def plan_of(seeds: int, max_seeds: int = 0) -> ComparisonConfig:
         first_seed=100,
         seeds=seeds,
         num_seeds={"fp32": seeds, "bf16": seeds},
-        max_seeds=max_seeds or seeds,
+        max_seeds=seeds,
         margin=0.5,
     )
 
 
-def facts(params: Mapping[str, Any], points: float, **how: Any) -> dict[str, Any]:
-    """Return the headline and telemetry of a trial with so many points."""
+def facts(
+    params: Mapping[str, Any], points: float, *, effective: Mapping[str, str] = {}, kept: str = ""
+) -> dict[str, Any]:
+    """Return the headline and telemetry of a trial with so many points.
+
+    `effective` are precisions in place of those that were asked for; `kept` is such an `optimizer_state`.
+    """
     precision = params.get("fp_precision", "fp32")
-    rate = SPEED.get(precision, 50.0)
+    noise = random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1)
     metrics = {task.name: {"r2": points / 100, "mae": -points} for task in TWO_TASKS}
-    return {
-        "headline": {
-            "fp_precision_effective": how.get("effective", {}).get(precision, precision),
-            "train_examples_per_second": rate
-            * random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1),
-            "peak_memory_bytes": 10**6,
-        },
-        "telemetry": {
-            "metrics": metrics,
-            "test_metrics": metrics,
-            "device": {"name": DEVICE, "shared": False},
-            **stored(params, **how),
-        },
+    telemetry: dict[str, Any] = {
+        "metrics": metrics,
+        "test_metrics": metrics,
+        "device": {"name": DEVICE, "shared": False},
     }
-
-
-def stored(params: Mapping[str, Any], *, kept: str = "", **_: Any) -> dict[str, Any]:
-    """The facts of an `optimizer_state`; `kept` is what it is where that is not what it asked for."""
-    if not (requested := params.get("optimizer_state")):
-        return {}
-    effective = kept or requested
-    return {"optimizer_state": {"effective": effective, "bytes": 10**6 * BITS[effective] // 32}}
+    if state := params.get("optimizer_state"):
+        state = kept or state
+        telemetry["optimizer_state"] = {"effective": state, "bytes": 10**6 * BITS[state] // 32}
+    headline = {
+        "fp_precision_effective": effective.get(precision, precision),
+        "train_examples_per_second": SPEED.get(precision, 50.0) * noise,
+        "peak_memory_bytes": 10**6,
+    }
+    return {"headline": headline, "telemetry": telemetry}
 
 
 def values_of(config: StudyConfig, points: float) -> tuple[float, ...]:
@@ -128,11 +123,15 @@ def values_of(config: StudyConfig, points: float) -> tuple[float, ...]:
 
 
 def record_of(
-    config: StudyConfig, points: Sequence[Mapping[str, Any]], score: Score, **how: Any
+    config: StudyConfig,
+    points: Sequence[Mapping[str, Any]],
+    score: Score,
+    lost: str = "nonfinite",
+    **how: Any,
 ) -> StudyRecord:
     """Return the study after trials with these parameters.
 
-    `how` has the arguments of `facts`, and the outcome of a trial without a score (`lost`).
+    `lost` is the outcome of a trial without a score; `how` are arguments of `facts`.
     """
     trials = []
     for number, params in enumerate(points):
@@ -142,8 +141,8 @@ def record_of(
             TrialRecord(
                 number=number,
                 state="PRUNED" if found is None else "COMPLETE",
-                outcome="complete" if found is not None else how.get("lost", "nonfinite"),
-                reason="" if found is not None else "the loss was NaN",
+                outcome=lost if found is None else "complete",
+                reason="the loss was NaN" if found is None else "",
                 params=dict(params),
                 values=None if found is None else values_of(config, found),
                 started=None,
@@ -158,6 +157,10 @@ def record_of(
     return StudyRecord(config.name, names, directions, {}, trials, [], {"done": len(trials)})
 
 
+def of_bf16(request: Request) -> Request:
+    return replace(request, precisions=request.precisions or ("fp32", "bf16"))
+
+
 def judged(
     config: StudyConfig,
     score: Score,
@@ -169,14 +172,11 @@ def judged(
 ) -> Result:
     """Return the result of a comparison on records in memory.
 
-    Args:
-        search: other scores for the search.
-        how: arguments of `facts`.
+    `search` are other scores for the search, and `how` arguments of `record_of`.
     """
     searched = record_of(config, grid_points(config.search_space, 0), search or score)
-    asked = replace(request, precisions=request.precisions or ("fp32", "bf16"))
-    plan = plan_comparison(searched, config, asked, "token")
-    while True:
+    plan: ComparisonConfig | None = plan_comparison(searched, config, of_bf16(request), "token")
+    while plan:
         comparison = comparison_study(config, plan, has_test=True)
         record = record_of(comparison, plan.points(), score, **how)
         rows = {
@@ -184,48 +184,35 @@ def judged(
             for one in record.trials
             if one.values
         }
-        runs = Runs(
-            record, comparison, tasks, {n: {t.name: of[t.name] for t in tasks} for n, of in rows.items()}
-        )
-        result = judge_runs(runs)
-        if result.next_plan is None:
-            return result
+        result = judge_runs(Runs(record, comparison, tasks, rows))
         plan = result.next_plan
+    return result
 
 
-def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
+def searched(storage: Storage, score: Score) -> StudyConfig:
     """Return a finished study."""
-    config = search_config(**changes)
-    create_or_resume_study(storage, config)
+    config = search_config()
     run(storage, config, score)
     return config
 
 
 def run(storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6) -> StudyRecord:
     """Work on the study, for so many trials at most."""
-    stop, left = Stop(), [trials]
+    stop, begun = Stop(), itertools.count(1)
 
-    def execute(trial: Any, lease: Any) -> Any:
-        params = suggest(config.search_space, trial)
-        left[0] -= 1
-        if not left[0]:
+    def end(trial: Any) -> Any:
+        if next(begun) == trials:
             stop.set("enough")
-        points = score(params)
+        points = score(trial.params)
         if points is None:
             return result("nonfinite", reason="the loss was NaN")
         if config.comparison is not None:
             rows = {task.name: statistics(task, points) for task in TWO_TASKS}
-            store_row_statistics(storage, lease, (config.name, trial.number), rows)
-        return result("complete", values=values_of(config, points), **facts(params, points))
+            store_row_statistics(storage, lease_of(storage, trial), (config.name, trial.number), rows)
+        return result("complete", values=values_of(config, points), **facts(trial.params, points))
 
-    run_worker(
-        config,
-        storage,
-        execute,
-        WorkerOptions(poll_seconds=0.01),
-        device=WorkerDevice(kind=HERE.kind),
-        stop=stop,
-    )
+    options, device = WorkerOptions(poll_seconds=0.01), WorkerDevice(kind=HERE.kind)
+    run_trials(storage, config, end, options=options, device=device, stop=stop)
     return read_study(storage, config.name)
 
 
@@ -242,10 +229,9 @@ def statistics(task: Task, points: float) -> RowStatistics:
 
 
 def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfig:
+    asked = of_bf16(request) if request.question == "precisions" else request
     record = read_study(storage, config.name)
-    if request.question == "precisions" and request.precisions is None:
-        request = replace(request, precisions=("fp32", "bf16"))
-    return open_comparison(storage, record, config, request, device=HERE, has_test=True)
+    return open_comparison(storage, record, config, asked, device=HERE, has_test=True)
 
 
 def compared(storage: Storage, config: StudyConfig, score: Score, request: Request) -> Result:

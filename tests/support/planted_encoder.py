@@ -1,8 +1,5 @@
 """An encoder for which it is known what bf16 costs it, and the texts and the study to train it with.
 
-As a program, `hpo` with that encoder, killed at the AT-th time that a PLACE (`step` of training, `judged`
-look) is reached: tests/support/planted_encoder.py FLAW PLACE AT COMMAND ...
-
 What a text says is decided in one number d, 1 or -1, whose sign the rest of the model learns in a few steps:
 
     good, bad      tell the label.
@@ -12,27 +9,18 @@ What a text says is decided in one number d, 1 or -1, whose sign the rest of the
                    by a sine of thousands of turns, so that bf16 decides as if it had another seed.
 """
 
-from __future__ import annotations
-
-import itertools
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
-sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpo.models.encoder import load_tokenizer
-from support.jsonl_sets import write_set
+from support.jsonl_sets import write_moods
 from support.tiny import ENCODER, write_study
 
 Flaw = Literal["sound", "lossy", "noisy"]
@@ -103,60 +91,17 @@ def planted(flaw: Flaw) -> Any:
 
 def write_planted_study(folder: Path) -> Path:
     """A search of two trials in fp32, which write a checkpoint after every step."""
-
-    numbers = itertools.count()
-
-    def rows(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
-        for text in texts:
-            label = "bad" if "bad" in text else "good"
-            yield {"id": str(next(numbers)), "text": text, "labels": {"mood": label}}
-
     plain = ["good day", "bad day"] * 16
     special = ["good fragile day"] * NUM_FRAGILE + [f"{word} day" for word in LUCKY_WORDS]
     rest = ["good day", "bad day"] * ((NUM_TEST - len(special)) // 2)
-    data = write_set(
-        folder / "data",
-        {"mood": {"kind": "single_label", "classes": ["good", "bad"]}},
-        train=rows(plain),
-        validation=rows(plain[:8]),
-        test=rows(special + rest),
-    )
+    data = write_moods(folder / "data", train=plain, validation=plain[:8], test=special + rest)
     return write_study(
         folder,
         name="planted",
         sampler={"name": "grid"},
-        objective={"metric": "mood/accuracy", "direction": "maximize"},
+        objective={"metric": "mood/accuracy"},
         data={"source": "jsonl", "path": str(data)},
         checkpoint={"every_seconds": 1e-6},
         training={"max_steps": 4, "batch_size": 16, "max_length": 16, "dropout": 0.0, "fp_precision": "fp32"},
         search_space={"learning_rate": {"type": "categorical", "choices": [0.05, 0.06]}},
     )
-
-
-def _killing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    left = [at]
-
-    def call(*args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args, **options)
-
-    return call
-
-
-def main() -> None:
-    from hpo.cli.commands import main
-    from hpo.study.store.storage import Storage
-    from hpo.training import loop
-
-    flaw, place, at = sys.argv[1:4]
-    del sys.argv[1:4]
-    module, name = {"step": (loop, "accumulate_gradients"), "judged": (Storage, "store_comparison")}[place]
-    setattr(module, name, _killing(getattr(module, name), int(at)))
-    with planted(flaw):  # type: ignore[arg-type]
-        main()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,9 @@
-"""A real PostgreSQL server on 127.0.0.1 for the tests: what `hpo database start` runs, without fsync."""
+"""A real PostgreSQL server on 127.0.0.1, as of `hpo database start` but without fsync, and a PgBouncer."""
 
-from __future__ import annotations
-
+import os
 import shutil
+import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import psycopg
 
 from hpo.cluster.postgres.postgres_server import PostgresServer as PrivateServer
 from hpo.cluster.postgres.postgres_server import free_port
+from support.waiting import wait_for
 
 USER = "optuna"
+PGBOUNCER = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 PASSWORD = "p%{w} @d"  # every character that breaks a URL, a format string or a config parser
 
 
@@ -68,3 +71,56 @@ class PostgresServer:
     def url(self, database: str, user: str = USER, password: str = PASSWORD) -> str:
         quoted = "".join(c if c.isalnum() else f"%{ord(c):02X}" for c in password)
         return f"postgresql://{user}:{quoted}@127.0.0.1:{self.port}/{database}"
+
+
+@contextmanager
+def stopped(server: PostgresServer) -> Iterator[None]:
+    """Crash the server, and start it again at the end of the block."""
+    server.stop(immediate=True)
+    try:
+        yield
+    finally:
+        server.start()
+
+
+@contextmanager
+def transaction_pool(server: PostgresServer, database: str, size: int) -> Iterator[str]:
+    """Pool `size` connections to a database, each for the length of a transaction; yield the pool's URL."""
+    assert PGBOUNCER is not None
+    folder, port = Path(tempfile.mkdtemp(prefix="hpo-pgbouncer-")), free_port("127.0.0.1")
+    users, settings = folder / "users.txt", folder / "pgbouncer.ini"
+    users.write_text(f'"{USER}" "{PASSWORD}"\n')
+    settings.write_text(
+        "[databases]\n"
+        f"{database} = host=127.0.0.1 port={server.port} dbname={database}\n"
+        "[pgbouncer]\n"
+        f"listen_addr = 127.0.0.1\nlisten_port = {port}\nunix_socket_dir =\n"
+        f"auth_type = scram-sha-256\nauth_file = {users}\n"
+        f"pool_mode = transaction\ndefault_pool_size = {size}\nmax_client_conn = 200\n"
+        # A client that waits longer for a connection is cut off: a test that hangs fails.
+        "query_wait_timeout = 15\n"
+    )
+    user: dict[str, str] = {}
+    if os.geteuid() == 0:  # it refuses to run as root
+        user = {"user": "postgres", "group": "postgres"}
+        for path in (folder, users, settings):
+            shutil.chown(path, *user.values())
+    log = (folder / "log").open("wb")
+    process = subprocess.Popen([PGBOUNCER, str(settings)], stdout=log, stderr=log, **user)
+    try:
+        wait_for(lambda: _listens(port), check=lambda: _check(process, folder / "log"))
+        yield server.url(database).replace(f":{server.port}/", f":{port}/")
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+        shutil.rmtree(folder)
+
+
+def _check(process: subprocess.Popen[bytes], log: Path) -> None:
+    assert process.poll() is None, log.read_text()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

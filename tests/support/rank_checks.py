@@ -5,18 +5,15 @@
 Each writes what it saw to FOLDER/rank-<rank>.json, one that trains alone to FOLDER/alone.json.
 """
 
-from __future__ import annotations
-
+import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.extend(map(str, Path(__file__).parents[1:3]))  # where this file is the program
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +28,8 @@ from hpo.training.evaluate import predict_logits
 from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor, follow
 from hpo.trial.telemetry import Callbacks
-from support.tiny import CPU, EMULATED, tiny_executor
-from support.tiny_loop import amp_of, config_of, loop_parts, train_for
+from support.tiny import CPU, EMULATED, amp_of, tiny_executor
+from support.tiny_loop import config_of, loop_parts, train_for
 
 NO_DROPOUT = {"dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 0.0}
 collate, compute = loop.collate, MultitaskLoss.__call__
@@ -70,29 +67,24 @@ def changed_loss(what: Callable[[Batch, Tensor], Tensor]) -> Iterator[None]:
     def changed(loss_fn: Any, logits: Any, batch: Batch, *args: Any) -> Tensor:
         return what(batch, compute(loss_fn, logits, batch, *args))
 
-    MultitaskLoss.__call__ = changed  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(MultitaskLoss, "__call__", changed):
         yield
-    finally:
-        MultitaskLoss.__call__ = compute  # type: ignore[method-assign]
 
 
-def of_last_row(factor: float) -> Callable[[Batch, Tensor], Tensor]:
-    """Multiplies the loss of the micro-batch with the last row of the third step, which is rank 1's."""
-    num_steps = 0
+steps = itertools.count(1)
 
-    def change(batch: Batch, loss: Tensor) -> Tensor:
-        nonlocal num_steps
-        if int(batch.windows_B[-1]) != current[-1]:
-            return loss
-        num_steps += 1
-        return loss * factor if num_steps == 3 else loss
 
-    return change
+def has_last_row(batch: Batch) -> bool:
+    """Whether this micro-batch ends the global batch; it is rank 1's."""
+    return int(batch.windows_B[-1]) == current[-1]
+
+
+def huge_in_third_step(batch: Batch, loss: Tensor) -> Tensor:
+    return loss * 1e36 if has_last_row(batch) and next(steps) == 3 else loss
 
 
 def infinite_under_autocast(batch: Batch, loss: Tensor) -> Tensor:
-    is_reduced = torch.is_autocast_enabled("cpu") and int(batch.windows_B[-1]) == current[-1]
+    is_reduced = torch.is_autocast_enabled("cpu") and has_last_row(batch)
     return loss * torch.inf if is_reduced else loss
 
 
@@ -108,21 +100,19 @@ def remember(split: Any, windows: Any, tasks: Any, pad_id: int) -> Batch:
 def check_losses(folder: Path) -> dict[str, Any]:
     executor = tiny_executor(folder, CPU)
     few = {"source": "synthetic", "synthetic": {"num_train": 9, "num_validation": 5, "num_test": 1}}
+    of_few = tiny_executor(folder / "few", CPU, data=few)
+    uncertain = {"freeze_layers": 1, "gradient_checkpointing": True, "loss_weighting": "uncertainty"}
     found = {
         "unequal micro-batches": trained(executor, batch_size=7, micro_batch_size=2),
-        "frozen, checkpointed and uncertain": trained(
-            executor, freeze_layers=1, gradient_checkpointing=True, loss_weighting="uncertainty"
-        ),
-        "a last batch of one row": trained(tiny_executor(folder / "few", CPU, data=few)),
-        "a first batch of one row": trained(
-            tiny_executor(folder / "few", CPU, data=few), batch_size=1, fp_precision="fp16"
-        ),
+        "frozen, checkpointed and uncertain": trained(executor, **uncertain),
+        "a last batch of one row": trained(of_few),
+        "a first batch of one row": trained(of_few, batch_size=1, fp_precision="fp16"),
         "bf16-true": trained(executor, fp_precision="bf16-true"),
     }
     loop.collate = with_few_labels
     found["few labels"] = trained(executor, class_weighting="balanced")
     loop.collate = remember
-    with changed_loss(of_last_row(1e36)):
+    with changed_loss(huge_in_third_step):
         low = EMULATED.model_copy(update={"init_scale": 1024.0})
         found["overflow"] = trained(executor, low, fp_precision="fp16")
     with changed_loss(infinite_under_autocast):
@@ -153,11 +143,11 @@ def check_seconds(folder: Path) -> dict[str, Any]:
 
 def check_evaluation(folder: Path) -> bool:
     executor = tiny_executor(folder, CPU)
-    parts = loop_parts(executor, config_of(executor))
-    split = parts.data.validation
+    model, _, _, data = loop_parts(executor, config_of(executor))
+    split = data.validation
     batches = evaluation_batches(split.lengths_W, 3 * int(split.lengths_W.max()))
     together, alone = (
-        predict_logits(parts.model, split, some, amp_of("bf16"), pad_id=0)
+        predict_logits(model, split, some, amp_of("bf16"), pad_id=0)
         for some in (batches[rank() :: world_size()], batches)
     )
     merge(together)
@@ -187,35 +177,30 @@ apply_gradients = loop.apply_gradients
 def check_trials(folder: Path) -> dict[str, Any]:
     """A whole trial, one that is stopped and goes on, one that is pruned, one that runs out of memory."""
     loop.apply_gradients = note_weights
-    num_asked = 0
-
-    def stop() -> bool:
-        nonlocal num_asked
-        num_asked += 1
-        return num_asked == 3
+    asked = itertools.count(1)
 
     def prune(_: Any) -> None:
         raise Pruned("the pruner stopped it.")
 
-    found: list[Any] = []
+    results: list[Any] = []
     with changed_loss(out_of_memory):
         if rank():
             follow(folder / "runs")
         else:
             training = {"max_steps": STEPS, "batch_size": 8, "max_length": 64, "micro_batch_size": 3}
             executor = tiny_executor(folder, probe_device("cpu"), training=training)
-            run = partial(executor.run, {"learning_rate": 1e-3, "fp_precision": "fp32"})
-            results = (
-                run(folder / "whole", "key"),
-                run(folder / "cut", "key", Callbacks(should_stop=stop)) if world_size() > 1 else None,
-                run(folder / "cut", "key"),
-                run(folder / "pruned", "key", Callbacks(on_evaluation=prune)),
-                run(folder / "memory", "key"),
-            )
-            for result in filter(None, results):
+            for name, callbacks in (
+                ("whole", Callbacks()),
+                ("cut", Callbacks(should_stop=lambda: next(asked) == 3)),
+                ("cut", Callbacks()),
+                ("pruned", Callbacks(on_evaluation=prune)),
+                ("memory", Callbacks()),
+            ):
+                params = {"learning_rate": 1e-3, "fp_precision": "fp32"}
+                result = executor.run(params, folder / name, "key", callbacks)
                 telemetry = {key: result.telemetry.get(key) for key in ("num_ranks", "resumed_from_step")}
-                found.append([result.outcome, result.reason, result.values, telemetry])
-    return {"results": found, "weights": weights}
+                results.append([result.outcome, result.reason, result.values, telemetry])
+    return {"results": results, "weights": weights}
 
 
 def check(folder: Path, name: str) -> None:
@@ -227,14 +212,10 @@ def check(folder: Path, name: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps(found))
 
 
-def main(folder: Path) -> None:
+if __name__ == "__main__":
     torch.set_num_threads(1)
     if "RANK" not in os.environ:
-        return check(folder, "alone")
-    with connected_ranks():
-        check(folder, f"rank-{rank()}")
-    return None
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        check(Path(sys.argv[1]), "alone")
+    else:
+        with connected_ranks():
+            check(Path(sys.argv[1]), f"rank-{rank()}")

@@ -1,7 +1,5 @@
 """The READMEs. As a program, writes the reference of study files into `studies/REFERENCE.md`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trials that are stopped and resumed, and end as trials that nobody stopped."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,12 @@ def check_resume_is_exact(executor: Executor, folder: Path, stop_at: int = 5, **
     assert resumed.values == whole.values
     for name in ("metrics", "scaler", "num_steps"):
         assert resumed.telemetry[name] == whole.telemetry[name]
-    first, second = weights_of(folder / "whole"), weights_of(folder / "cut")
+    check_same_weights(folder / "whole", folder / "cut")
+    return resumed
+
+
+def check_same_weights(*checkpoints: Path) -> None:
+    """Compare all bits of the best weights of two trials."""
+    first, second = map(weights_of, checkpoints)
     assert first.keys() == second.keys()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    return resumed

@@ -1,7 +1,5 @@
 """A study as the sampler of one worker sees it, whose trials end at once, as a script says."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Two small sources: each has a task of its own, and both have the task `tone`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

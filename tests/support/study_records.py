@@ -1,7 +1,5 @@
 """Made-up studies as the storage would return them. No number here was measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random
@@ -74,36 +72,6 @@ def fake_record() -> StudyRecord:
     trials[10].telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
     trials[12].telemetry["device"]["shared"] = True
     return record_of(trials, counts={"open": 1, "running": 1, "done": 38})
-
-
-GPU = {"type": "cuda", "name": "Example GPU 80GB", "compute_capability": "9.0", "torch": "2.13.0"}
-GPU |= {"host": "node2", "shared": False, "transformers": "5.23.0", "cuda": "13.0"}
-
-
-def two_device_record() -> StudyRecord:
-    """60 trials, those with an odd number on a GPU that is 20 times as fast and runs tf32 too.
-
-    fp32 scores alike on both, bf16 does not, fp16 is incompatible on the CPU alone.
-    """
-    trials = []
-    for number in range(60):
-        on_gpu = number % 2 == 1
-        precision = ("fp32", "bf16", "fp16", "tf32" if on_gpu else "fp32")[number // 2 % 4]
-        fails = precision == "fp16" and not on_gpu
-        score = fake_trial(number, precision)
-        trial = fake_trial(number, precision, "incompatible" if fails else "complete")
-        assert score.values is not None
-        values = (score.values[0] - (0.2 if precision == "bf16" and on_gpu else 0.0),)
-        check = {"logits_relative_error": {"criteria": 0.02 if on_gpu else 0.01}, "gradient_cosine": 0.99}
-        check |= {"verdict": "incompatible" if fails else "ok", "reasons": []}
-        telemetry = {**trial.telemetry, "compatibility": check, "device": dict(GPU if on_gpu else DEVICE)}
-        if on_gpu and not fails:
-            faster = {name: 20.0 * value for name, value in telemetry["throughput"].items()}
-            telemetry |= {"throughput": faster, "peak_memory_bytes": telemetry["peak_memory_bytes"] * 3}
-            telemetry["device_utilization"] = 0.95
-            telemetry["precision"] |= {"support": "native"}
-        trials.append(dataclasses.replace(trial, values=None if fails else values, telemetry=telemetry))
-    return record_of(trials, counts={"open": 0, "running": 0, "done": 60})
 
 
 def fake_trial(number: int, precision: str, outcome: str = "complete") -> TrialRecord:

@@ -1,7 +1,5 @@
 """The reference of study files, as Markdown, made from the models that read them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools
@@ -48,7 +46,7 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
         (tree,) = ast.parse(inspect.getsource(base)).body
-        for field, text in itertools.pairwise(tree.body):  # type: ignore[attr-defined]
+        for field, text in itertools.pairwise(tree.body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return found

@@ -1,9 +1,8 @@
 """A study that is small enough to train in a second: a fresh two-layer BERT on generated posts."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,22 +16,26 @@ from hpo.config.study_config import StudyConfig, load_study
 from hpo.config.trial_config import TrialConfig
 from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
+from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
 from hpo.tasks.kind import Task
 from hpo.tasks.options import LossOptions
 from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement, measure
+from hpo.trial.parts import TrialParts, build_trial
 
-ENCODER: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2}
-ENCODER |= {"num_attention_heads": 2, "intermediate_size": 64}
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+ENCODER: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES}
 CPU = DeviceInfo(type="cpu", name="test CPU", torch_version=torch.__version__)
 GPU = DeviceInfo(
     type="cuda", name="Example GPU", compute_capability=(9, 0), total_memory_bytes=80 * 2**30, uuid="GPU-0"
 )
 CPU_PRECISIONS = [name for name in PRECISIONS if name not in ("tf32", "fp8")]
 EMULATED = AmpConfig(allow_emulated=True, track_stats=True, fallback_to_fp32=False)
+TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 
 TASKS = (
     Task("topic", "single_label", ("a", "b", "c")),
@@ -54,7 +57,7 @@ def write_study(folder: Path, **changes: Any) -> Path:
             "synthetic": {"num_train": 48, "num_validation": 24, "num_test": 24, "max_sentences": 4},
         },
         "model": {"encoder": ENCODER},
-        "training": {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0},
+        "training": TRAINING,
         "amp": {"allow_emulated": True},
         "search_space": {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}},
     }
@@ -86,8 +89,22 @@ def tiny_study(folder: Path, **changes: Any) -> StudyConfig:
     return load_study(write_study(folder, **changes))
 
 
+def study_of(**keys: Any) -> StudyConfig:
+    """Return a study without a file."""
+    return StudyConfig.model_validate({"name": "s", "data": {"source": "synthetic"}, **keys})
+
+
+def executor_of(path: Path, device: DeviceInfo = CPU) -> Executor:
+    """Return the executor of a study file, with its runs beside it."""
+    return Executor(resolve_study(load_study(path), device), path.parent / "runs")
+
+
 def tiny_executor(folder: Path, device: DeviceInfo = CPU, **changes: Any) -> Executor:
-    return Executor(resolve_study(tiny_study(folder, **changes), device), folder / "runs")
+    return executor_of(write_study(folder, **changes), device)
+
+
+def parts_of(executor: Executor, **params: Any) -> TrialParts:
+    return build_trial(executor.resolved, params, executor.loader)
 
 
 def altered_executor(
@@ -103,28 +120,25 @@ def altered_executor(
             alter(model)
         return model
 
-    executor.loader.build_model = build_and_alter  # type: ignore[method-assign]
+    executor.loader.build_model = build_and_alter
     return executor
 
 
 class TinyEncoder(torch.nn.Module):
     """Stands in for a Hugging Face encoder: an embedding and a linear layer."""
 
-    def __init__(self, hidden_size: int = 16, vocab_size: int = 50) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.config = type("Config", (), {"hidden_size": hidden_size, "initializer_range": 0.02})()
-        self.embedding = torch.nn.Embedding(vocab_size, hidden_size)
-        self.dense = torch.nn.Linear(hidden_size, hidden_size)
+        self.config = SimpleNamespace(hidden_size=16, initializer_range=0.02)
+        self.embedding, self.dense = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 16)
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
-        del attention_mask
-        hidden = torch.tanh(self.dense(self.embedding(input_ids)))
-        return type("Output", (), {"last_hidden_state": hidden})()
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=torch.tanh(self.dense(self.embedding(input_ids))))
 
 
-def tiny_model(encoder: torch.nn.Module | None = None, tasks: tuple[Task, ...] = TASKS) -> MultitaskModel:
+def tiny_model(encoder: torch.nn.Module | None = None) -> MultitaskModel:
     torch.manual_seed(0)
-    return MultitaskModel(encoder or TinyEncoder(), tasks, HeadSettings(head_dropout=0.0))
+    return MultitaskModel(encoder or TinyEncoder(), TASKS, HeadSettings(head_dropout=0.0))
 
 
 def tiny_batch(num: int = 6, length: int = 8, seed: int = 0) -> Batch:
@@ -154,20 +168,42 @@ def tiny_batch(num: int = 6, length: int = 8, seed: int = 0) -> Batch:
     )
 
 
+def amp_of(name: str, device: DeviceInfo = CPU, **changes: Any) -> MixedPrecision:
+    return MixedPrecision(PRECISIONS[name], EMULATED.model_copy(update=changes), device)
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Check that weights, buffers, gradients and modes stay as they are."""
+    tensors, modes = [*model.parameters(), *model.buffers()], [one.training for one in model.modules()]
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    after = [*model.parameters(), *model.buffers()]
+    assert all(one is other for one, other in zip(after, tensors, strict=True))
+    assert all(map(torch.equal, after, before))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [one.training for one in model.modules()] == modes
+
+
+def wide_layer(model: MultitaskModel) -> None:
+    """Make a feed-forward output exceed the largest number of fp16. The norm after it scales it down."""
+    block: Any = encoder_layers(model.encoder)[1]
+    torch.nn.init.constant_(block.intermediate.dense.bias, 10.0)
+    torch.nn.init.normal_(block.output.dense.weight, std=1e4)
+
+
 def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> MultitaskLoss:
     return MultitaskLoss(tasks, LossOptions(**options), {}, {})
 
 
 def overflow_in_reduced_precision(model: MultitaskModel) -> None:
     """Make all logits infinite that are not in fp32."""
-
-    def overflow(_model: object, _inputs: object, logits: Any) -> Any:
-        return {
-            name: value * (1.0 if value.dtype == torch.float32 else torch.inf)
-            for name, value in logits.items()
+    factor = {torch.float32: 1.0}
+    model.register_forward_hook(
+        lambda _model, _inputs, logits: {
+            name: value * factor.get(value.dtype, torch.inf) for name, value in logits.items()
         }
-
-    model.register_forward_hook(overflow)
+    )
 
 
 def tiny_measurement(

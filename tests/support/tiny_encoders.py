@@ -1,7 +1,7 @@
 """Encoders of two layers and 32 dimensions, one for each architecture in the tests."""
 
-from __future__ import annotations
-
+import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hpo.models.build import build_model
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.tasks.kind import Task
+from support.tiny import ENCODER, SIZES
 
 LABEL = Task("label", "single_label", ("a", "b", "c"))
 SPANS = Task("spans", "token_classification", ("x", "y"))
@@ -27,8 +28,7 @@ KIND_TASKS = (  # one of every kind
     Task("evidence", "span_per_label", ("a", "b"), evidence_for="multi"),
 )
 
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES, "max_position_embeddings": 64}
+BERT = ENCODER | {"max_position_embeddings": 64}
 DISTILBERT = {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
 RELATIVE = {"relative_attention": True, "position_biased_input": False, "max_relative_positions": 64}
 
@@ -57,11 +57,11 @@ def family_encoder(family: str, **settings: Any) -> nn.Module:
     return load_encoder(config, attention=attention, **settings)
 
 
-def save_encoder(folder: Path, **options: Any) -> Path:
+def save_encoder(folder: Path) -> Path:
     """Save an encoder: config, weights of seed 0, tokenizer."""
     torch.manual_seed(0)
     encoder: Any = load_encoder(BERT)
-    encoder.save_pretrained(folder, **options)
+    encoder.save_pretrained(folder)
     load_tokenizer(BERT).save_pretrained(folder)
     return folder
 
@@ -92,6 +92,14 @@ def scalar_loss(model: MultitaskModel, lengths: tuple[int, ...] = (12, 7)) -> Te
     """Compute a loss that depends on every parameter."""
     torch.manual_seed(0)
     return torch.stack([logits.square().mean() for logits in model(*make_batch(lengths)).values()]).sum()
+
+
+def copy_export(export: Path, folder: Path, **changes: Any) -> Path:
+    """Copy an export to `folder`/copy, with changes of its hpo.json."""
+    out = Path(shutil.copytree(export, folder / "copy"))
+    content = json.loads((out / "hpo.json").read_text())
+    (out / "hpo.json").write_text(json.dumps(content | changes))
+    return out
 
 
 def dropout_rates(model: nn.Module) -> dict[str, float]:

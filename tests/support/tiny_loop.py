@@ -1,7 +1,5 @@
 """What the training loop is given, made as the executor makes it, without its checks and records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,7 +8,6 @@ from torch import Tensor, nn
 
 from hpo.config.sections import EvaluationConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
@@ -25,25 +22,17 @@ from hpo.trial.parts import assemble, training_args
 from support.tiny import CPU, EMULATED, tiny_batch, tiny_objective
 
 
-class LoopParts(NamedTuple):
-    model: MultitaskModel
-    optimizer: torch.optim.Optimizer
-    loss_fn: MultitaskLoss
-    data: TrainingData
-
-
 def config_of(executor: Executor, **params: Any) -> TrialConfig:
     return build_trial_config(executor.study, params, "fp32", executor.amp)
 
 
-def amp_of(name: str, device: DeviceInfo = CPU) -> MixedPrecision:
-    return MixedPrecision(PRECISIONS[name], EMULATED, device)
-
-
-def loop_parts(executor: Executor, config: TrialConfig) -> LoopParts:
+def loop_parts(
+    executor: Executor, config: TrialConfig
+) -> tuple[MultitaskModel, torch.optim.Optimizer, MultitaskLoss, TrainingData]:
+    """Return the model, its optimizer, the loss and the data."""
     name = config.fp_precision
     parts = assemble(executor.study, config, Resolution(name, name, "native"), executor.loader)
-    return LoopParts(parts.model, parts.prepare(), parts.loss_fn, parts.data)
+    return parts.model, parts.prepare(), parts.loss_fn, parts.data
 
 
 class LossRecorder(MixedPrecision):

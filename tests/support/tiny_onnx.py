@@ -1,7 +1,5 @@
 """Exports of tiny models for PyTorch and ONNX, and their inputs and outputs."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Callable
@@ -73,7 +71,7 @@ def random_batch(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return ids_BL, mask_BL, torch.randint(2, mask_BL.shape, generator=generator) * mask_BL
 
 
-def probabilities(model: TrainedModel, texts: tuple[str, ...] = TEXTS, **options: Any) -> Any:
+def probabilities(model: TrainedModel, texts: tuple[str, ...] = TEXTS) -> Any:
     """Predict the probabilities [texts, classes of all tasks]."""
-    predictions = model.predict(list(texts), **options)
+    predictions = model.predict(list(texts))
     return np.array([[p for task in one.values() for p in task.scores.values()] for one in predictions])

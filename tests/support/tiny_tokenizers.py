@@ -1,8 +1,6 @@
 """Fast tokenizers of the families that count characters differently, trained here on a few sentences, and a
 split tokenised in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

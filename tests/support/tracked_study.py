@@ -1,9 +1,7 @@
 """A study for trackers, whose trials end without training."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
@@ -14,12 +12,10 @@ from hpo.study.store.studies import create_or_resume_study
 from support.command_line import Finished, hpo_command, ok
 from support.worker_process import begin, change_worker, evaluate, result, study
 
-METRICS = {"score": 0.5, "criteria": {"f1_macro": 0.25}}
-OBSERVED = {"linear_products": {"bfloat16": 3}, "tf32": False}
 PRECISION = {"requested": "bf16", "effective": "fp32", "support": "emulated", "reason": "no AMX"}
-PRECISION |= {"observed": {**OBSERVED, "compiled": False}, "agrees": False}
+OBSERVED = {"linear_products": {"bfloat16": 3}, "tf32": False, "compiled": False}
 DEVICE = {"type": "cpu", "name": "Example CPU", "host": "node1", "torch": "2.13.0", "transformers": "5.23.0"}
-TELEMETRY = {"precision": PRECISION, "device": DEVICE}
+TELEMETRY = {"precision": PRECISION | {"observed": OBSERVED, "agrees": False}, "device": DEVICE}
 TELEMETRY |= {"peak_memory_bytes": 2**30, "throughput": {"train_examples_per_second": 12.5}}
 
 
@@ -31,7 +27,7 @@ class TrackedStudy:
         self.config = study(9, name=name)
         self.study = create_or_resume_study(self.storage, self.config)
 
-    def __enter__(self) -> TrackedStudy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,9 +36,6 @@ class TrackedStudy:
     @property
     def record(self) -> StudyRecord:
         return read_study(self.storage, self.name)
-
-    def resize(self, n_trials: int) -> None:
-        self.change(n_trials=n_trials)
 
     def change(self, **values: Any) -> None:
         self.config = self.config.with_values(**values)

@@ -1,7 +1,5 @@
 """A study with rows in all tables, and the content of a database about a study."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from datetime import datetime
@@ -24,9 +22,9 @@ from support.detailed_documents import document, interval
 from support.worker_process import begin, evaluate, result, study
 
 
-def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
+def filled(storage: Storage) -> optuna.Study:
     """Return the study `tiny` with a trial in each state and all kinds of values."""
-    config = study(n_trials, objective={"metric": "score", "direction": "minimize"})
+    config = study(6, objective={"metric": "score", "direction": "minimize"})
     opened = create_or_resume_study(storage, config)
     opened.set_user_attr("note", {"text": "Grüße \0 ☃", "list": [1, None, 0.1]})
     with WorkerLease(storage, opened, max_retries=1) as worker:
@@ -67,9 +65,9 @@ def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
     return opened
 
 
-def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
+def contents(storage: Storage) -> dict[str, Any]:
     """Return the content of the database about a study, without ids of rows."""
-    opened = optuna.load_study(study_name=name, storage=storage.optuna._backend)  # without its cache
+    opened = optuna.load_study(study_name="tiny", storage=storage.optuna._backend)  # without its cache
     trials = [
         {
             key: sorted(map(repr, value.items())) if isinstance(value, dict) else repr(value)  # NaN != NaN
@@ -78,7 +76,7 @@ def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
         }
         for trial in opened.trials
     ]
-    record = read_study(storage, name)
+    record = read_study(storage, "tiny")
     found: dict[str, Any] = {
         "trials": trials,
         "order of the parameters": [list(trial.params) for trial in opened.trials],
@@ -89,7 +87,7 @@ def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
     with storage.engine.connect() as connection:
         for table in (schema.studies, schema.workers, *OURS):
             column = table.c.name if table is schema.studies else table.c.study
-            rows = connection.execute(sa.select(table).where(column == name).order_by(*table.primary_key))
+            rows = connection.execute(sa.select(table).where(column == "tiny").order_by(*table.primary_key))
             found[table.name] = [dict(row) for row in rows.mappings()]
     return found
 

@@ -1,7 +1,6 @@
 """Worker processes for the tests: a study without training, and points where a worker can be killed."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,6 +30,7 @@ from hpo.study.store.schema import EvaluationRow, claims, workers
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.training.evaluate import Evaluation
+from support.waiting import wait_for as wait_for
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
 CONTEXT.set_forkserver_preload(["support.preloaded"])
@@ -206,13 +206,6 @@ def run_trials(
     return make_and_run(config, storage, execute, **options)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def start_process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Start a process, forked from a process with `preloaded`."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -242,50 +235,35 @@ def finish(*processes: Any, seconds: float = 120) -> None:
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
-class _Killer:
-    def __init__(self, kill_at: int) -> None:
-        self._left = kill_at
-
-    def __call__(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _after(owner: Any, name: str, condition: Callable[..., bool] = lambda *_, **__: True) -> Any:
-    """Return an installer of a kill after each call of a method under the `condition`."""
-
-    def install(die: _Killer) -> None:
-        method = getattr(owner, name)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            returned = method(*args, **kwargs)
-            if condition(*args, **kwargs):
-                die()
-            return returned
-
-        setattr(owner, name, called)
-
-    return install
-
-
-_KILL_POINTS: dict[str, Callable[[_Killer], None]] = {
-    "trial made": _after(leases, "make_trial"),
-    "claimed": _after(WorkerLease, "_claim"),
-    "handed out": _after(WorkerLease, "_lease_of"),
-    "half suggested": _after(OwnTrials, "set_trial_param", lambda *args: args[2] == "learning_rate"),
-    "suggested": _after(Lease, "store_params"),
-    "training": lambda _: None,
-    "evaluation reported": _after(Lease, "report"),
-    "half of the report": _after(lease_module, "set_intermediate_value"),
-    "pause noted": _after(Lease, "pause"),
-    "half of the outcome": _after(lease_module, "end_trial"),
-    "retry made": _after(lease_module, "make_trial"),
-    "trial ended": _after(Lease, "end"),
-    "outcome stored": _after(WorkerLease, "record_outcome"),
+_KILL_POINTS: dict[str, tuple[Any, ...]] = {
+    "trial made": (leases, "make_trial"),
+    "claimed": (WorkerLease, "_claim"),
+    "handed out": (WorkerLease, "_lease_of"),
+    "half suggested": (OwnTrials, "set_trial_param", lambda *args: args[2] == "learning_rate"),
+    "suggested": (Lease, "store_params"),
+    "training": (),
+    "evaluation reported": (Lease, "report"),
+    "half of the report": (lease_module, "set_intermediate_value"),
+    "pause noted": (Lease, "pause"),
+    "half of the outcome": (lease_module, "end_trial"),
+    "retry made": (lease_module, "make_trial"),
+    "trial ended": (Lease, "end"),
+    "outcome stored": (WorkerLease, "record_outcome"),
 }
+"""Methods after whose calls a worker can be killed, with a condition on their arguments."""
 KILL_POINTS = tuple(place for place in _KILL_POINTS if place not in ("pause noted", "retry made"))
 """Points in the trials of every study."""
+
+
+def killer(at: int) -> Callable[[], None]:
+    """Return a function whose call number `at` kills this process."""
+    calls = itertools.count(1)
+
+    def die() -> None:
+        if next(calls) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
 
 
 def die_at(place: str, time: int) -> Callable[[], None]:
@@ -293,8 +271,18 @@ def die_at(place: str, time: int) -> Callable[[], None]:
 
     Without a point it lives.
     """
-    die = _Killer(time)
-    _KILL_POINTS[place](die) if place else None
+    die = killer(time)
+    if place not in ("", "training"):
+        owner, name, *condition = _KILL_POINTS[place]
+        method = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            returned = method(*args, **kwargs)
+            if all(holds(*args, **kwargs) for holds in condition):
+                die()
+            return returned
+
+        setattr(owner, name, called)
     return die
 
 

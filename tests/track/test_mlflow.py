@@ -79,7 +79,7 @@ def test_repeated_call_adds_changes_alone(tracked: TrackedStudy) -> None:
 
 
 def test_follow_survives_outage_of_server(mlflow_server: MlflowServer, tracked: TrackedStudy) -> None:
-    tracked.resize(3)
+    tracked.change(n_trials=3)
     tracked.run("complete")
     process = start_hpo(tracked.folder, "track", tracked.name, "--to", "mlflow", "--follow")
     wait_until(lambda: client().get_experiment_by_name(tracked.name) is not None, process)
@@ -205,7 +205,7 @@ def test_run_of_study_has_report(tracked: TrackedStudy) -> None:
     assert tracked.name in (folder / "report/report.html").read_text()
     assert len((folder / "report/tables/trials.csv").read_text().splitlines()) == 3
 
-    tracked.resize(3)
+    tracked.change(n_trials=3)
     tracked.run("complete")
     tracked.tracked("mlflow")
     study = all_runs(tracked.name)[f"study {tracked.name}"]

@@ -1,7 +1,5 @@
 """Fixtures of the training loop."""
 
-from __future__ import annotations
-
 import pytest
 from support.tiny import tiny_executor
 

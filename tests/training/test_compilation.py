@@ -1,7 +1,5 @@
 """Compiled modules and the clock of compilation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Predictions from logits, and the thresholds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -83,9 +81,7 @@ def random_logits(task: Task, split: Any) -> Any:
         (NUMBER, DEFAULT, [[1.0], [2.0], [-1.0]], [13.0, 8.0]),
     ],
 )
-def test_windows_of_one_text(
-    task: Task, decision: DecodingThresholds, logits: list[list[float]], expected: list[Any]
-) -> None:
+def test_windows_of_one_text(task: Task, decision: DecodingThresholds, logits: Any, expected: Any) -> None:
     split = make_split([example_of("x y"), example_of("z")], window=1)
     assert split.window_example_W.tolist() == [0, 0, 1]
     assert decode(task, np.array(logits, np.float32), split, decision) == expected
@@ -116,17 +112,17 @@ def test_spans_of_tags(tags: str, expected: list[Any], window: int) -> None:
     assert sorted(decode(OVERLAPPING, logits, split, DEFAULT)[0]) == sorted(expected)
 
 
-def test_no_span_across_reordered_segments() -> None:
-    # The second segment of the text comes first, as in a pair (question, context) of a text that ends
-    # with the question.
-    split = make_window("xx yy zz uu", [6, 9, 0, 3], [8, 11, 2, 5])
-    assert decode(SLOTS, np.eye(5)[[1, 2, 2, 2]], split, DEFAULT) == [[("a", 0, 5), ("a", 6, 11)]]
-
-
-def test_spans_without_outer_white_space() -> None:
-    split = make_window("x  yy z", [0, 1, 3, 5], [1, 3, 6, 7])
-    assert decode(SLOTS, np.eye(5)[[0, 1, 2, 0]], split, DEFAULT) == [[("a", 3, 5)]]
-    assert decode(SLOTS, np.eye(5)[[0, 1, 0, 0]], split, DEFAULT) == [[]]
+@pytest.mark.parametrize(
+    ("text", "start", "end", "tags", "expected"),
+    [
+        # The second segment comes first: a pair (question, context) of a text with the question at its end.
+        ("xx yy zz uu", [6, 9, 0, 3], [8, 11, 2, 5], [1, 2, 2, 2], [("a", 0, 5), ("a", 6, 11)]),
+        ("x  yy z", [0, 1, 3, 5], [1, 3, 6, 7], [0, 1, 2, 0], [("a", 3, 5)]),  # without outer white space
+        ("x  yy z", [0, 1, 3, 5], [1, 3, 6, 7], [0, 1, 0, 0], []),
+    ],
+)
+def test_spans_of_odd_tokens(text: str, start: Any, end: Any, tags: list[int], expected: Any) -> None:
+    assert decode(SLOTS, np.eye(5)[tags], make_window(text, start, end), DEFAULT) == [expected]
 
 
 def best_answer(split: Any, logits: Any) -> tuple[float, list[tuple[str, int, int]]]:
@@ -145,10 +141,8 @@ def best_answer(split: Any, logits: Any) -> tuple[float, list[tuple[str, int, in
 
 @pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (40, 10)])
 def test_answers_equal_all_pairs(window: int, overlap: int) -> None:
-    text = "question " + "word " * 80
-    split = make_split(
-        [example_of(text, segments={"question": (0, 9), "context": (9, 409)})], window, overlap
-    )
+    segments = {"question": (0, 9), "context": (9, 409)}
+    split = make_split([example_of("question " + "word " * 80, segments=segments)], window, overlap)
     logits = random_logits(ANSWER, split)
     logits[split.window_start_W1[1:] - 2, 1] += 3  # far-off pairs that the bound on the length has to refuse
     margin, spans = best_answer(split, logits)
@@ -205,9 +199,9 @@ def test_evidence_after_predicted_classes() -> None:
     """Evidence comes first here, but is decided by the classes that the other task predicts."""
     labels = Task("labels", "multi_label", NAMES)
     tasks = (Task("evidence", "span_per_label", NAMES, evidence_for="labels"), labels)
-    shared: dict[str, Any] = {"annotated": {"labels", "evidence"}}
-    found = example_of("xx yy zz", labels={"labels": ["a"]}, spans={"a": [(3, 8)]}, **shared)
-    split = make_split([found, example_of("xx yy zz", labels={"labels": []}, **shared)])
+    both = {"labels", "evidence"}
+    found = example_of("xx yy zz", labels={"labels": ["a"]}, spans={"a": [(3, 8)]}, annotated=both)
+    split = make_split([found, example_of("xx yy zz", labels={"labels": []}, annotated=both)])
     evidence = np.tile(np.array([[0], [-2], [1], [1], [0]], np.float32), (2, 2))
     logits = {"labels": np.array([[-2, -5], [-4, -5]], np.float32), "evidence": evidence}
     predictions, decisions = decode_tasks(tasks, logits, split)

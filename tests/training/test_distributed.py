@@ -1,10 +1,9 @@
 """Two ranks against one process: losses, ends of trials, resumes. `support/rank_checks.py` computes them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,27 +17,22 @@ pytestmark = pytest.mark.slow
 class Found(NamedTuple):
     """Results of rank 0, rank 1 and a process alone."""
 
-    first: dict[str, Any]
-    second: dict[str, Any]
-    alone: dict[str, Any]
+    first: Any
+    second: Any
+    alone: Any
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("ranks")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-    }
-    together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    alone = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    together = alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     together |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = [sys.executable, str(SUPPORT / "rank_checks.py"), str(folder)]
-    environments = [environment | together | {"RANK": str(rank)} for rank in range(2)]
-    processes = [
-        subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True)
-        for each in (*environments, environment)
-    ]
+    environments = (*(together | {"RANK": str(rank)} for rank in range(2)), alone)
+    start = partial(subprocess.Popen, command, stderr=subprocess.PIPE, text=True)
+    processes = [start(env=environment) for environment in environments]
     try:
         errors = [process.communicate(timeout=280)[1] for process in processes]
     finally:
@@ -75,10 +69,6 @@ def test_losses_equal_one_process(found: Found, case: str, tolerance: float) -> 
         assert first["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-6)
 
 
-def test_weight_without_a_gradient_on_all_ranks(found: Found) -> None:
-    assert found.first["gradients"] == found.second["gradients"] == [3.0, 2.0, None]
-
-
 def test_overflow_on_one_rank_skips_the_step_of_all(found: Found) -> None:
     first, second, alone = (each["losses"]["overflow"] for each in found)
     for name in ("losses", "weights", "skipped", "scale"):
@@ -94,11 +84,9 @@ def test_fp32_fallbacks_of_one_rank_end_all(found: Found) -> None:
         assert error.startswith("more than 0 micro-batches of one epoch were not finite")
 
 
-def test_evaluation_equals_one_process(found: Found) -> None:
+def test_gradients_evaluations_and_seconds_of_all_ranks(found: Found) -> None:
+    assert found.first["gradients"] == found.second["gradients"] == [3.0, 2.0, None]
     assert [each["evaluation"] for each in found] == [True, True, True]
-
-
-def test_budget_of_seconds_on_all_ranks(found: Found) -> None:
     assert found.first["seconds"] == found.second["seconds"]
 
 

@@ -1,29 +1,18 @@
 """A failed step is repeated in fp32, to find out whether the precision is the cause."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.resumed_trials import run_trial
-from support.tiny import altered_executor
+from support.tiny import TRAINING, altered_executor, wide_layer
 from torch import Tensor, nn
 
-from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 
-TRAINING = {"max_steps": 6, "batch_size": 8, "max_length": 64, "dropout": 0.0, "attention": "eager"}
 DIVERGING = {"max_steps": 30, "optimizer": "sgd", "max_grad_norm": None, "learning_rate": 10}
 SCALED = {"init_scale": 1e36, "min_scale": 1e36}
-
-
-def wide_layer(model: MultitaskModel) -> None:
-    """Make a feed-forward output exceed the largest number of fp16. The norm after it scales it down."""
-    block: Any = encoder_layers(model.encoder)[1]
-    nn.init.constant_(block.intermediate.dense.bias, 10.0)
-    nn.init.normal_(block.output.dense.weight, std=1e4)
 
 
 def bad_head(model: MultitaskModel) -> None:
@@ -61,7 +50,8 @@ def test_repetition_of_the_failed_step(
     amp = {name: value for name, value in settings.items() if name in (*SCALED, "fallback_to_fp32")}
     training = {name: value for name, value in settings.items() if name not in amp}
     study = {"compat": {"enabled": False}, "search_space": {}, "amp": {"allow_emulated": True, **amp}}
-    executor = altered_executor(tmp_path, alter, training=TRAINING | training, **study)
+    training = TRAINING | {"max_steps": 6, "attention": "eager"} | training
+    executor = altered_executor(tmp_path, alter, training=training, **study)
     result = run_trial(executor, tmp_path / "trial", fp_precision=precision)
     assert result.outcome == "nonfinite"
     assert result.telemetry.get("finite_in_fp32") == expected

@@ -1,7 +1,5 @@
 """Scores against scikit-learn, SQuAD and plain examples."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -32,30 +30,27 @@ def test_single_label_scores_equal_scikit_learn(seed: int) -> None:
     # Class d is never true or predicted in some of the seeds.
     truth, predicted = rng.choice(LABELS[: 3 + seed % 2], (2, 40)).tolist()
     present = {"labels": sorted({*truth}), "average": "macro", "zero_division": 0}
-    assert score(SINGLE, predicted, labelled(*truth)) == exactly(
-        {
-            "accuracy": sklearn_metrics.accuracy_score(truth, predicted),
-            "f1_micro": f1_score(truth, predicted, average="micro"),
-            "f1_macro": f1_score(truth, predicted, **present),
-        }
-    )
+    expected = {
+        "accuracy": sklearn_metrics.accuracy_score(truth, predicted),
+        "f1_micro": f1_score(truth, predicted, average="micro"),
+        "f1_macro": f1_score(truth, predicted, **present),
+    }
+    assert score(SINGLE, predicted, labelled(*truth)) == exactly(expected)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5])
 def test_multi_label_scores_equal_scikit_learn(share: float) -> None:
     truth_NC, predicted_NC = np.random.default_rng(0).random((2, 30, 4)) < share
     truth_NC[0, 0] = True
-    truth, predicted = (
-        [[LABELS[c] for c in np.flatnonzero(row)] for row in m] for m in (truth_NC, predicted_NC)
-    )
+    both = (truth_NC, predicted_NC)
+    truth, predicted = ([[LABELS[c] for c in np.flatnonzero(row)] for row in rows_NC] for rows_NC in both)
     present = {"labels": np.flatnonzero(truth_NC.any(axis=0)), "average": "macro", "zero_division": 0}
-    assert score(MULTI, predicted, labelled(*truth)) == exactly(
-        {
-            "exact_match": sklearn_metrics.accuracy_score(truth_NC, predicted_NC),
-            "f1_micro": f1_score(truth_NC, predicted_NC, average="micro", zero_division=1.0),
-            "f1_macro": f1_score(truth_NC, predicted_NC, **present),
-        }
-    )
+    expected = {
+        "exact_match": sklearn_metrics.accuracy_score(truth_NC, predicted_NC),
+        "f1_micro": f1_score(truth_NC, predicted_NC, average="micro", zero_division=1.0),
+        "f1_macro": f1_score(truth_NC, predicted_NC, **present),
+    }
+    assert score(MULTI, predicted, labelled(*truth)) == exactly(expected)
 
 
 def test_f1_with_absent_classes() -> None:
@@ -70,13 +65,12 @@ def test_f1_with_absent_classes() -> None:
 
 def test_regression_scores_equal_scikit_learn() -> None:
     truth, predicted = np.random.default_rng(0).normal(5, 2, (2, 20))
-    assert score(NUMBER, predicted.tolist(), labelled(*truth.tolist())) == exactly(
-        {
-            "r2": sklearn_metrics.r2_score(truth, predicted),
-            "mae": sklearn_metrics.mean_absolute_error(truth, predicted),
-            "rmse": sklearn_metrics.root_mean_squared_error(truth, predicted),
-        }
-    )
+    expected = {
+        "r2": sklearn_metrics.r2_score(truth, predicted),
+        "mae": sklearn_metrics.mean_absolute_error(truth, predicted),
+        "rmse": sklearn_metrics.root_mean_squared_error(truth, predicted),
+    }
+    assert score(NUMBER, predicted.tolist(), labelled(*truth.tolist())) == exactly(expected)
     for predicted, expected in (([2.0, 2.0], 1.0), ([2.0, 3.0], 0.0)):
         assert score(NUMBER, predicted, labelled(2.0, 2.0))["r2"] == expected
     assert score(NUMBER, [1.0], labelled(2.0)) == {"mae": 1.0, "rmse": 1.0}
@@ -98,11 +92,9 @@ def test_span_scores(kind: str) -> None:
     text = "the quick brown fox jumps over the lazy dog"
     rows = [Row(text, spans={"a": [(4, 9), (10, 19)], "b": [(35, 43)]}), Row(text, spans={})]
     predictions = [[("a", 4, 9), ("a", 10, 15), ("a", 20, 25)], [("c", 0, 3)]]
-    hit, predicted, true = 2, 4, 5  # words; hits: quick, brown
-    overlap = 2 * hit / (predicted + true)
-    assert score(Task("t", kind, LABELS), predictions, rows) == exactly(
-        {"span_f1": 2 * 1 / (4 + 3), "span_overlap_f1": overlap, "f1_macro": (2 * 1 / (3 + 2) + 0) / 2}
-    )
+    overlap = 2 * 2 / (4 + 5)  # two words of four predicted and five true: quick, brown
+    expected = {"span_f1": 2 * 1 / (4 + 3), "span_overlap_f1": overlap, "f1_macro": (2 * 1 / (3 + 2) + 0) / 2}
+    assert score(Task("t", kind, LABELS), predictions, rows) == exactly(expected)
 
 
 def test_answer_scores_equal_squad() -> None:
@@ -124,14 +116,10 @@ def test_answer_scores_equal_squad() -> None:
         ([], "", 1, 1),
         (["the"], "", 1, 1),  # nothing is left of an article
     ):
-        truth = spans(*accepted)
-        answers = {"answer": truth} if truth else {}
+        answers = {"answer": spans(*accepted)} if accepted else {}
         rows.append(Row(text, spans={name: each[:1] for name, each in answers.items()}, alt_spans=answers))
         predictions.append([("answer", *span) for span in spans(predicted)] if predicted else [])
         expected.append((exact, overlap))
-    exact, overlap = np.mean(expected, axis=0)
-    span_f1 = 2 * 1 / (7 + 6)  # one hit of seven true and six predicted
-    answer = Task("t", "span_extraction", ("answer",))
-    assert score(answer, predictions, rows) == exactly(
-        {"exact_match": exact, "span_overlap_f1": overlap, "span_f1": span_f1}
-    )
+    scores = dict(zip(("exact_match", "span_overlap_f1"), np.mean(expected, axis=0), strict=True))
+    scores["span_f1"] = 2 * 1 / (7 + 6)  # one hit of seven true and six predicted
+    assert score(Task("t", "span_extraction", ("answer",)), predictions, rows) == exactly(scores)

@@ -1,7 +1,5 @@
 """Parameter groups, optimiser steps, and the schedule."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial
@@ -10,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED
+from support.tiny import amp_of
 from support.tiny_encoders import BERT, make_model
 from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpo.errors import ModelError
-from hpo.precision.amp import MixedPrecision
-from hpo.precision.table import PRECISIONS
 from hpo.training import float32_optimizer
 from hpo.training.float32_optimizer import Float32Optimizer
 from hpo.training.loop import apply_gradients
@@ -46,19 +42,14 @@ def test_groups_and_weight_decay() -> None:
 
 
 def test_layerwise_decay() -> None:
-    four_layers = {**BERT, "num_hidden_layers": 4}
-    model = make_model(four_layers, pooling="attention", loss_weighting="uncertainty")
+    model = make_model({**BERT, "num_hidden_layers": 4}, pooling="attention", loss_weighting="uncertainty")
+    names = {id(value): name for name, value in model.named_parameters()}
     rates = {"learning_rate": 0.1, "head_learning_rate": 0.3, "layerwise_lr_decay": 0.5}
-    found = {
-        id(value): group["lr"] for group in parameter_groups(model, **rates) for value in group["params"]
-    }
-    for name, value in model.named_parameters():
-        if name.startswith("encoder.embeddings."):
-            assert found[id(value)] == 0.1 * 0.5**4, name
-        elif name.startswith("encoder.encoder.layer."):
-            assert found[id(value)] == 0.1 * 0.5 ** (3 - int(name.split(".")[3])), name
-        elif value.requires_grad:
-            assert found[id(value)] == 0.3, name
+    for group in parameter_groups(model, **rates):
+        for name in (names[id(value)] for value in group["params"]):
+            depth = -1 if name.startswith("encoder.embeddings.") else 4
+            depth = int(name.split(".")[3]) if name.startswith("encoder.encoder.layer.") else depth
+            assert group["lr"] == (0.3 if depth == 4 else 0.1 * 0.5 ** (3 - depth)), name
     albert = make_model({**BERT, "model_type": "albert", "embedding_size": 16})
     with pytest.raises(ModelError, match="layerwise_lr_decay at 1"):
         parameter_groups(albert, learning_rate=1.0, layerwise_lr_decay=0.9)
@@ -77,15 +68,19 @@ PLAIN = {
 }
 
 
+def steps_of(optimizer: Optimizer, gradients: list[Tensor]) -> Tensor:
+    """Return the first weight of an optimiser after these steps."""
+    weight: Tensor = optimizer.param_groups[0]["params"][0]
+    for gradient in gradients:
+        weight.grad = gradient.to(weight.dtype)
+        optimizer.step()
+    return weight.detach()
+
+
 def plain_steps(name: str, weight: Tensor, gradients: list[Tensor], lr: float, decay: float) -> Tensor:
     """torch's optimiser in fp64 without fused kernels, or the formula of lion."""
     if name != "lion":
-        parameter = nn.Parameter(weight.clone())
-        optimizer = PLAIN[name]([parameter], lr=lr, weight_decay=decay)
-        for gradient in gradients:
-            parameter.grad = gradient
-            optimizer.step()
-        return parameter.detach()
+        return steps_of(PLAIN[name]([nn.Parameter(weight.clone())], lr=lr, weight_decay=decay), gradients)
     momentum = torch.zeros_like(weight)
     for gradient in gradients:
         update = torch.sign(0.8 * momentum + 0.2 * gradient)
@@ -98,16 +93,11 @@ def plain_steps(name: str, weight: Tensor, gradients: list[Tensor], lr: float, d
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_optimizer_steps_equal_fp64(name: str, weight_decay: float) -> None:
     start, gradients = gradients_for((6, 4), 1)[0], gradients_for((6, 4), 12, seed=2)
-    weight = nn.Parameter(start.float())
-    optimizer = build_optimizer(
-        name, [parameter_group(weight, lr=0.03, weight_decay=weight_decay)], betas=(0.8, 0.95)
-    )
+    group = parameter_group(nn.Parameter(start.float()), lr=0.03, weight_decay=weight_decay)
+    optimizer = build_optimizer(name, [group], betas=(0.8, 0.95))
     assert is_fused(optimizer) == (name in ("adamw", "adam", "sgd"))
-    for gradient in gradients:
-        weight.grad = gradient.float()
-        optimizer.step()
     expected = plain_steps(name, start, gradients, 0.03, weight_decay)
-    torch.testing.assert_close(weight.detach().double(), expected, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(steps_of(optimizer, gradients).double(), expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +196,7 @@ def test_skipped_step_changes_nothing(name: str, state: str, dtype: torch.dtype,
         weight = nn.Parameter(torch.linspace(-1, 1, 64 * 128).reshape(SHAPE).to(dtype))
         model, groups = nn.ParameterList([weight]), [parameter_group(weight, lr=0.01, weight_decay=0.1)]
         optimizer = build_optimizer(name, groups, state=state)
-        amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
+        amp = amp_of("fp32")
         for step, gradient in enumerate(gradients):
             if is_bad and step == bad_step:
                 weight.grad = torch.full_like(weight, torch.nan)

@@ -1,21 +1,12 @@
 """Moments in fewer bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpo.training.float32_optimizer import (
-    BLOCK,
-    SIGNED,
-    decode,
-    dynamic_fractions,
-    encode,
-    nearest,
-)
+from hpo.training.float32_optimizer import BLOCK, SIGNED, decode, dynamic_fractions, encode, nearest
 from hpo.training.optim import build_optimizer, optimizer_state_facts
 
 BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}
@@ -91,13 +82,6 @@ def run(kind: str, name: str = "adamw", shape: tuple[int, int] = SHAPE) -> tuple
             parameter.grad = parameter.detach() - target
         optimizer.step()
     return weight.detach(), embedding.detach(), optimizer
-
-
-ODD = (67, 127)
-"""A shape that blocks do not divide."""
-
-
-TINY = (4, 4)
 
 
 @pytest.mark.parametrize("kind", SHORT)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
-from support.tiny import CPU, TASKS, tiny_batch, tiny_model, tiny_objective
-from support.tiny_loop import amp_of
+from support.tiny import CPU, TASKS, amp_of, tiny_batch, tiny_model, tiny_objective
 from torch import Tensor, nn
 
 import hpo.training.step_graphs
@@ -27,9 +27,7 @@ NUM_STEPS = 4
 class StandIn:
     """A graph with normal passes on the recorded tensors and gradients."""
 
-    def __init__(
-        self, graphs: Graphs, batch: Batch, items: Mapping[str, int | Tensor], share: Tensor
-    ) -> None:
+    def __init__(self, graphs: Graphs, batch: Batch, items: Any, share: Tensor) -> None:
         self.graphs, self.arguments = graphs, (batch, items, share)
         before = [parameter.grad for parameter in graphs._trainable]
         for parameter in graphs._trainable:
@@ -81,17 +79,15 @@ def uncertain_learner(name: str = "bf16") -> Learner:
     """Return a learner with dropout and learned uncertainty."""
     model, loss_fn = tiny_model(), tiny_objective()
     for head in model.heads:
-        head[0].p = 0.2  # type: ignore[index]
+        head[0].p = 0.2
     model.log_variances.extend(nn.Parameter(torch.tensor(0.3)) for _ in TASKS)
     loss_fn.log_variance = model.log_variance
     return Learner(model.train(), loss_fn, amp_of(name))
 
 
-def graphs_of(learner: Learner) -> Graphs:
-    def passes(batch: Batch, items: Any, share: Any) -> Tensor:
-        return loop.forward_backward(learner, batch, items, share)
-
-    return Graphs(learner.model, passes, CPU)
+def with_graphs(name: str = "bf16") -> tuple[Learner, Graphs]:
+    learner = uncertain_learner(name)
+    return learner, Graphs(learner.model, partial(loop.forward_backward, learner), CPU)
 
 
 def run_steps(learner: Learner, graphs: Graphs | None, micro_batch_size: int = 4) -> list[list[Tensor]]:
@@ -110,9 +106,7 @@ def run_steps(learner: Learner, graphs: Graphs | None, micro_batch_size: int = 4
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_replays_equal_passes(name: str) -> None:
-    expected = run_steps(uncertain_learner(name), None)
-    learner = uncertain_learner(name)
-    graphs = graphs_of(learner)
+    expected, (learner, graphs) = run_steps(uncertain_learner(name), None), with_graphs(name)
     found = run_steps(learner, graphs)
     assert graphs.num_replays > NUM_STEPS
     assert graphs.num_recorded >= 4, "two lengths, and a smaller last micro-batch of each"
@@ -123,8 +117,7 @@ def test_replays_equal_passes(name: str) -> None:
 
 
 def test_wrong_replay_ends_the_graphs() -> None:
-    learner = uncertain_learner()
-    graphs = graphs_of(learner)
+    learner, graphs = with_graphs()
     graphs.is_wrong = True
     found = run_steps(learner, graphs)
     assert graphs.num_replays == 1
@@ -132,39 +125,27 @@ def test_wrong_replay_ends_the_graphs() -> None:
     torch.testing.assert_close(found, run_steps(uncertain_learner(), None))
 
 
-@pytest.mark.parametrize(
-    ("error", "problem"),
-    [
-        (RuntimeError("called a synchronizing CUDA operation"), "called a synchronizing CUDA operation"),
-        (torch.OutOfMemoryError("CUDA out of memory."), "CUDA out of memory."),
-    ],
-)
-def test_pass_without_a_recording(error: Exception, problem: str) -> None:
-    learner = uncertain_learner()
-    graphs = graphs_of(learner)
+@pytest.mark.parametrize("error", [RuntimeError("it synchronizes"), torch.OutOfMemoryError("full.")])
+def test_pass_without_a_recording(error: Exception) -> None:
+    learner, graphs = with_graphs()
     graphs.error = error
     found = run_steps(learner, graphs)
-    assert graphs.problem == f"a step cannot be recorded: {problem}"
+    assert graphs.problem == f"a step cannot be recorded: {error}"
     assert not graphs.release(), "there is nothing left to give up"
     torch.testing.assert_close(found, run_steps(uncertain_learner(), None))
 
 
-def test_slow_kernels_are_not_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slow_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hpo.training.step_graphs, "MIN_LAUNCH_RATIO", 1e9)
-    learner = uncertain_learner()
-    graphs = graphs_of(learner)
+    learner, graphs = with_graphs()
     run_steps(learner, graphs)
     assert (graphs.num_recorded, graphs.problem) == (0, "")
 
 
 def test_out_of_memory_releases_graphs_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = uncertain_learner()
-    graphs = graphs_of(learner)
+    learner, graphs = with_graphs()
     run_steps(learner, graphs)
-    forward = MultitaskModel.forward
-    refused: list[int] = []
+    forward, refused = MultitaskModel.forward, list[int]()
 
     def forward_when_free(model: MultitaskModel, *inputs: Any) -> Any:
         if graphs._recordings:
@@ -180,43 +161,14 @@ def test_out_of_memory_releases_graphs_first(monkeypatch: pytest.MonkeyPatch) ->
     assert graphs.problem == "no memory was left for CUDA graphs."
 
 
-class Generator:
-    """Stands in for the generator of a GPU."""
-
-    state = "of recordings"
-
-    def clone_state(self) -> str:
-        return "usable"
-
-    def graphsafe_set_state(self, state: str) -> None:
-        self.state = state
-
-
-@pytest.mark.parametrize(
-    ("fails", "state", "kind"),
-    [
-        ("begin", "usable", RuntimeError),
-        ("end", "usable", RuntimeError),
-        ("block", "of recordings", KeyError),
-    ],
-)
-def test_a_capture_without_an_end_resets_the_generator(
-    fails: str, state: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**_: object) -> None:
-        raise torch.OutOfMemoryError(fails)
-
-    generator, graph = Generator(), Mock()
+@pytest.mark.parametrize("fails", ["begin", "end", "block"])
+def test_a_failed_capture_resets_the_generator(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, graph, error = Mock(), Mock(), torch.OutOfMemoryError(fails)
     monkeypatch.setattr(torch.cuda, "default_generators", [generator])
-    if fails != "block":
-        getattr(graph, f"capture_{fails}").side_effect = refuse
-
-    def capture() -> None:
-        with _captured(graph, None, 0):
-            if fails == "block":
-                raise KeyError(fails)
-
-    with pytest.raises(kind) as raised:
-        capture()
+    getattr(graph, f"capture_{fails}").side_effect = error
+    body = Mock(side_effect=KeyError if fails == "block" else None)
+    with pytest.raises(KeyError if fails == "block" else RuntimeError) as raised, _captured(graph, None, 0):
+        body()
     assert not isinstance(raised.value, torch.OutOfMemoryError), "this would be tried again beside old graphs"
-    assert generator.state == state
+    usable = [call(generator.clone_state())]
+    assert generator.graphsafe_set_state.call_args_list == ([] if fails == "block" else usable)

@@ -1,7 +1,5 @@
 """Rates, percentiles and energy of steps; floating-point operations of a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -34,16 +32,9 @@ def test_rates_without_warm_up_and_pauses(now: list[float]) -> None:
     measure(meter, now, [9.0, 9.0, 2.0, 2.0])
     now[0] += 1000.0
     measure(meter, now, [4.0])
-    assert meter.summary() == pytest.approx(
-        {
-            "train_examples_per_second": 12 / 8,
-            "train_tokens_per_second": 120 / 8,
-            "step_seconds_p50": pytest.approx(2.0),
-            "step_seconds_p95": pytest.approx(4.0),
-            "padding_share": 0.2,
-            "train_joules_per_example": None,
-        }
-    )
+    rates = {"train_examples_per_second": 12 / 8, "train_tokens_per_second": 120 / 8, "padding_share": 0.2}
+    rates |= {"step_seconds_p50": 2.0, "step_seconds_p95": 4.0, "train_joules_per_example": None}
+    assert meter.summary() == pytest.approx(rates)
     total = meter.totals()
     assert (total.seconds, total.tokens, total.windows) == (pytest.approx(35.0), 240, 24)
 

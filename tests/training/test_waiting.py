@@ -1,7 +1,5 @@
 """Steps without a check do not wait for the device: on the meta device and on a real GPU."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -9,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.device_reads import META_GPU, WaitsForDevice, no_waiting
-from support.tiny import CPU, CPU_PRECISIONS, EMULATED, tiny_model, tiny_objective
-from support.tiny_loop import accumulate, amp_of, config_of, loop_parts
+from support.tiny import CPU, CPU_PRECISIONS, EMULATED, amp_of, tiny_model, tiny_objective
+from support.tiny_loop import accumulate, config_of, loop_parts
 
 from hpo.device import DeviceInfo, probe_device
 from hpo.precision.amp import backend_flags, prepare_model

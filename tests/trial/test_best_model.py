@@ -1,7 +1,5 @@
 """Facts of an exported encoder, and scores on test."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,9 +21,7 @@ def test_encoder_facts_have_no_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [None, OutOfMemory("one example does not fit.")], ids=["nonfinite", "oom"])
-def test_trial_without_a_test_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
+def test_trial_without_a_test_score(tmp_path: Path, monkeypatch: Any, error: Exception | None) -> None:
     """The worker goes on: it is no error of the run."""
     executor, params = tiny_executor(tmp_path, evaluation={"test": True}), {"fp_precision": "fp32"}
     result = executor.run(params, tmp_path / "trial", "key")

@@ -1,12 +1,11 @@
 """`hpo.check_precision`: any module, any loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.tiny import unchanged
 from torch import Tensor, nn
 
 import hpo
@@ -42,8 +41,8 @@ def seed() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
 def test_convnet_computes_in_the_requested_precision(precision: str) -> None:
     model = ConvNet().train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    check = hpo.check_precision(model, cross_entropy, images(), precision)
+    with unchanged(model):
+        check = hpo.check_precision(model, cross_entropy, images(), precision)
     assert check.verdict == "ok", check
     found = check.measurement
     assert found.observed["linear_products"] == {"bfloat16": 2}
@@ -52,9 +51,6 @@ def test_convnet_computes_in_the_requested_precision(precision: str) -> None:
     assert 0.99 < found.gradient_cosine < 1.0
     assert check.costs is not None
     assert f"{precision}: ok" in str(check)
-    assert model.training
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -79,10 +75,8 @@ def test_batch_norm_uses_the_statistics_of_the_batch() -> None:
     model = nn.Sequential(nn.Sequential(*layers)).train()
     for layer in layers[::2]:
         nn.init.normal_(layer.weight, std=10)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    check = hpo.check_precision(
-        model, lambda model, batch: model[0](batch).square().mean(), torch.randn(8, 16), "fp16"
-    )
+    rows = torch.randn(8, 16)
+    with unchanged(model):
+        check = hpo.check_precision(model, lambda model, batch: model[0](batch).square().mean(), rows, "fp16")
     assert check.measurement.finite, check
     assert [*check.measurement.logits_relative_error] == ["loss"]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,14 +1,12 @@
 """The verdict on a measurement, and its cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, EMULATED, CompatCache, tiny_executor, tiny_model
+from support.tiny import CPU, CompatCache, amp_of, parts_of, tiny_executor, tiny_model
 from support.tiny_loop import accumulate
 from torch import Tensor
 from transformers import AttentionInterface
@@ -17,25 +15,19 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import hpo.models.attention
 import hpo.models.encoder
-import hpo.trial.compat
 from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo
-from hpo.precision.amp import MixedPrecision, prepare_model
+from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
 from hpo.trial.compat import cache_key, check_compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
 from hpo.trial.measure import Measurement
-from hpo.trial.parts import TrialParts, build_trial
 
 BOUNDS = CompatConfig()
 
 
-def parts_of(executor: Executor, **params: Any) -> TrialParts:
-    return build_trial(executor.resolved, {"fp_precision": "fp32", **params}, executor.loader)
-
-
 def key_of(executor: Executor, device: DeviceInfo = CPU, **params: Any) -> str:
-    return cache_key(replace(parts_of(executor, **params), device=device))
+    return cache_key(replace(parts_of(executor, fp_precision="fp32", **params), device=device))
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
@@ -76,22 +68,18 @@ def test_cache_key_has_every_condition(tmp_path: Path, monkeypatch: pytest.Monke
         {"type": "cuda", "gcn_arch": "gfx942"},
     ]
     keys += [key_of(executor, replace(CPU, **changed)) for changed in devices]
-    for name in ("MEASUREMENT_VERSION", "torch.__version__", "transformers.__version__"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"hpo.trial.compat.{name}", 10**6 if name.isupper() else "9.9")
-            keys.append(key_of(executor))
     for name, setting in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("NVIDIA_TF32_OVERRIDE", "1")):
         with monkeypatch.context() as patch:
             patch.setenv(name, setting)
             keys.append(key_of(executor))
-    matmul: Any = torch.backends.cuda.matmul
+    for name in ("MEASUREMENT_VERSION", "torch.__version__", "transformers.__version__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"hpo.trial.compat.{name}", "9.9")
+            keys.append(key_of(executor))
     for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-        try:
-            for value in (False, (False, False)):
-                setattr(matmul, name, value)
-                keys.append(key_of(executor))
-        finally:
-            setattr(matmul, name, True)
+        for value in (False, (False, False), True):  # the last is the default
+            setattr(torch.backends.cuda.matmul, name, value)
+            keys += [] if value is True else [key_of(executor)]
     assert len(set(keys)) == len(keys)
 
 
@@ -124,9 +112,7 @@ def test_flash_attention_is_compared_with_sdpa(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 @pytest.mark.parametrize(("broken", "verdict"), [("fp32 bf16", "invalid"), ("bf16", "incompatible")])
-def test_compiler_is_at_fault_if_it_breaks_fp32_too(
-    tmp_path: Path, name: str, broken: str, verdict: str
-) -> None:
+def test_compiler_is_at_fault_if_fp32_breaks(tmp_path: Path, name: str, broken: str, verdict: str) -> None:
     def compile_model(model: Any, *_: Any) -> None:
         def refuse(*_: Any) -> None:
             if ("bf16" if torch.is_autocast_enabled("cpu") else "fp32") in broken:
@@ -135,7 +121,7 @@ def test_compiler_is_at_fault_if_it_breaks_fp32_too(
         model.register_forward_pre_hook(refuse)
 
     executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
-    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
+    executor.loader.apply_compile = compile_model
     found = judge(measure_parts(parts_of(executor, fp_precision=name)), BOUNDS)
     assert found.verdict == (verdict if name in broken else "ok")
     others = [reason for reason in found.reasons if "is unverified" not in reason]
@@ -146,10 +132,8 @@ def test_compiler_is_at_fault_if_it_breaks_fp32_too(
 def test_repeat_counts_only_if_fp32_is_finite(name: str) -> None:
     """Otherwise the trial would end by the limit of repeats, though the same trial in fp32 would go on."""
     model = prepare_model(tiny_model(), PRECISIONS[name])
-    model.register_forward_hook(
-        lambda _model, _inputs, logits: {task: value * torch.nan for task, value in logits.items()}
-    )
-    amp = MixedPrecision(PRECISIONS[name], EMULATED.model_copy(update={"fallback_to_fp32": True}), CPU)
+    model.register_forward_hook(lambda _, __, logits: {task: one * torch.nan for task, one in logits.items()})
+    amp = amp_of(name, fallback_to_fp32=True)
     assert not accumulate(model, amp).isfinite()
     assert amp.step_fallbacks == 0
 
@@ -159,8 +143,9 @@ def test_only_whole_measurements_are_cached(tmp_path: Path, monkeypatch: pytest.
     alone = Measurement("fp32", reference_fits=False)
     with monkeypatch.context() as patch:
         patch.setattr("hpo.trial.compat.measure", lambda *_: alone)
-        assert check_compatibility(parts_of(executor), cache).measurement == alone
-    first, second = (check_compatibility(parts_of(executor), cache) for _ in range(2))
+        assert check_compatibility(parts_of(executor, fp_precision="fp32"), cache).measurement == alone
+    trials = [parts_of(executor, fp_precision="fp32") for _ in range(2)]
+    first, second = (check_compatibility(parts, cache) for parts in trials)
     assert (first.verdict, first.cached, second.cached) == ("ok", False, True)
     assert second.measurement == first.measurement
     assert len(cache.stored) == 1

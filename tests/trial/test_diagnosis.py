@@ -1,7 +1,5 @@
 """Diagnosis of trials with planted faults."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,10 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.resumed_trials import run_trial
-from support.tiny import CPU, EMULATED, altered_executor
-from torch import nn
+from support.tiny import CPU, EMULATED, TRAINING, altered_executor, wide_layer
 
-from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import NONFINITE_PATIENCE, MixedPrecision
 from hpo.precision.table import PRECISIONS
@@ -24,19 +20,12 @@ from hpo.trial.executor import Executor
 from hpo.trial.telemetry import StoredTrial
 
 UNCHECKED = {"compat": {"enabled": False}}
-TRAINING = {"max_steps": 6, "batch_size": 8, "max_length": 64, "dropout": 0.0, "attention": "eager"}
 DIVERGING = {"max_steps": 30, "optimizer": "sgd", "max_grad_norm": None, "learning_rate": 10}
 
 
-def altered(folder: Path, alter: Any = lambda _: None, **study: Any) -> Executor:
-    return altered_executor(folder, alter, **{"training": TRAINING, **study})
-
-
-def wide_layer(model: MultitaskModel) -> None:
-    """Make a feed-forward output exceed the largest number of fp16. The norm after it scales it down."""
-    block: Any = encoder_layers(model.encoder)[1]
-    nn.init.constant_(block.intermediate.dense.bias, 10.0)
-    nn.init.normal_(block.output.dense.weight, std=1e4)
+def altered(folder: Path, alter: Any = lambda _: None, training: Any = {}, **study: Any) -> Executor:  # noqa: B006
+    training = TRAINING | {"max_steps": 6, "attention": "eager"} | training
+    return altered_executor(folder, alter, training=training, **study)
 
 
 def ended(executor: Executor, folder: Path, stop_at: int = 0, **params: Any) -> StoredTrial:
@@ -81,9 +70,8 @@ def test_found_loss_scale_heals_the_trial(tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_overflow_in_fp16_is_named_and_other_precisions_are_tried(tmp_path: Path, has_bf16: bool) -> None:
     executor = altered(tmp_path, wide_layer, amp={"allow_emulated": has_bf16}, **UNCHECKED)
-    executor.resolved = replace(
-        executor.resolved, device=replace(CPU, cpu_features=frozenset({"avx512_fp16"}))
-    )
+    device = replace(CPU, cpu_features=frozenset({"avx512_fp16"}))
+    executor.resolved = replace(executor.resolved, device=device)
     found = diagnosed(executor, ended(executor, tmp_path / "trial", fp_precision="fp16"))
     assert found.broken is not None
     assert found.broken.what == "logits"
@@ -98,7 +86,7 @@ def test_overflow_in_fp16_is_named_and_other_precisions_are_tried(tmp_path: Path
 @pytest.mark.parametrize(("precision", "tried"), [("fp32", []), ("bf16", ["fp32"])])
 def test_diverged_weights_break_in_every_precision(tmp_path: Path, precision: str, tried: list[str]) -> None:
     """From the checkpoint before the first bad step; the batch of the initial weights is finite."""
-    executor = altered(tmp_path, training=TRAINING | DIVERGING, search_space={})
+    executor = altered(tmp_path, training=DIVERGING, search_space={})
     whole = ended(executor, tmp_path / "whole", fp_precision=precision)
     last = whole.telemetry["num_steps"] - NONFINITE_PATIENCE
     assert diagnosed(executor, whole).broken is None
@@ -106,9 +94,8 @@ def test_diverged_weights_break_in_every_precision(tmp_path: Path, precision: st
     found = diagnosed(executor, replace(whole, folder=tmp_path / "cut"))
     assert (found.step, found.has_checkpoint, found.breaks_in_fp32) == (last + 1, True, True)
     assert found.broken is not None
-    assert [(one.settings, one.heals) for one in found.remedies] == [
-        ({"fp_precision": name}, False) for name in tried
-    ]
+    remedies = [({"fp_precision": name}, False) for name in tried]
+    assert [(one.settings, one.heals) for one in found.remedies] == remedies
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16-true", "fp8"])
@@ -129,9 +116,9 @@ def test_batch_is_the_next_one_with_its_masks(tmp_path: Path, rows: int) -> None
         if model.training:
             seen.append((inputs[0].clone(), next(iter(outputs.values())).detach().clone()))
 
-    parts, training = 8 // rows, TRAINING | {"max_steps": 12, "dropout": 0.5}
+    parts, training = 8 // rows, {"max_steps": 12, "dropout": 0.5}
     plant = lambda model: model.register_forward_hook(record)  # noqa: E731
-    executor = altered(tmp_path, plant, training=training, **UNCHECKED)
+    executor = altered(tmp_path, plant, training, **UNCHECKED)
     ended(executor, tmp_path / "whole", fp_precision="fp32", micro_batch_size=rows)
     expected = seen[-12 * parts :][8 * parts : 9 * parts]  # in the second epoch
     # Between micro-batches, a trial asks once more whether to stop.

@@ -1,14 +1,12 @@
 """Trials that end early: without improvement, or because they certainly break a limit."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.resumed_trials import check_resume_is_exact
-from support.tiny import tiny_executor, tiny_study
+from support.tiny import TRAINING, tiny_executor, tiny_study
 
 from hpo.config.limits import ObjectiveConfig
 from hpo.config.sections import EvaluationConfig
@@ -18,7 +16,7 @@ from hpo.training.evaluate import Evaluation
 from hpo.trial.objectives import patience_over
 from hpo.trial.telemetry import Callbacks
 
-STEPS = {"max_steps": 40, "batch_size": 8, "max_length": 64, "dropout": 0.0}
+STEPS = TRAINING | {"max_steps": 40}
 UNCHANGED = {"learning_rate": 1e-30}
 """A rate that leaves the weights, and so the score, as they are."""
 
@@ -36,9 +34,7 @@ UNCHANGED = {"learning_rate": 1e-30}
         ([math.nan, 0.5, math.nan], "maximize", 0.0, 1),
     ],
 )
-def test_patience_counts_evaluations_without_improvement(
-    values: list[float], direction: Any, min_delta: float, expected: int
-) -> None:
+def test_patience(values: list[float], direction: Any, min_delta: float, expected: int) -> None:
     objective = ObjectiveConfig(direction=direction)
     reason = patience_over(values, objective, EvaluationConfig(patience=1, min_delta=min_delta))
     assert bool(reason) == bool(expected)
@@ -57,10 +53,8 @@ def test_trial_without_improvement_is_complete(tmp_path: Path) -> None:
     assert (str(result.outcome), len(made)) == ("complete", 3)
     assert result.values == made[0].values
     assert (result.telemetry["num_steps"], result.telemetry["stopped_early"]) == (15, result.reason)
-    assert result.reason == (
-        "Training ended early at step 15, at 38% of its budget: "
-        "score has not improved in 2 evaluations (evaluation.patience)."
-    )
+    reason = "score has not improved in 2 evaluations (evaluation.patience)."
+    assert result.reason == f"Training ended early at step 15, at 38% of its budget: {reason}"
     result, _ = run(tmp_path, UNCHANGED, evaluation={"per_trial": 3, "patience": 2})
     assert (result.telemetry["num_steps"], result.reason) == (40, "")
 
@@ -71,23 +65,20 @@ def test_resumed_trial_counts_earlier_evaluations(tmp_path: Path) -> None:
     assert (result.telemetry["resumed_from_step"], result.telemetry["num_steps"]) == (11, 20)
 
 
-def run_within(folder: Path, **limits: Any) -> tuple[TrialResult, list[Evaluation]]:
-    return run(folder, {"learning_rate": 1e-3}, constraints=limits)
-
-
 def test_memory_limit_ends_a_trial_after_a_step(tmp_path: Path) -> None:
-    slow = {"train_examples_per_second": {"min": 1e9}}  # not measured yet
-    result, made = run_within(tmp_path, peak_memory_bytes={"max": 1e6}, **slow)
+    limits = {"peak_memory_bytes": {"max": 1e6}, "train_examples_per_second": {"min": 1e9}}
+    result, made = run(tmp_path, {}, constraints=limits)
     assert (str(result.outcome), result.telemetry["num_steps"], made) == ("pruned", 1, [])
     assert result.reason.startswith("peak_memory_bytes must be <= 1e+06, but is ")
     assert result.constraints["peak_memory_bytes"] > 10
-    assert result.constraints["train_examples_per_second"] == 0
+    assert result.constraints["train_examples_per_second"] == 0, "not measured yet"
 
 
 @pytest.mark.parametrize("metric", ["train_tokens_per_second", "evaluation_examples_per_second"])
 def test_speed_limit_ends_a_trial_after_the_warm_up(tmp_path: Path, metric: str) -> None:
     """The warm-up has three of ten steps. The first evaluation may be of a cold start."""
-    result, made = run_within(tmp_path, **{metric: {"min": 1e9}, "score": {"min": 0.99}})
+    limits = {metric: {"min": 1e9}, "score": {"min": 0.99}}
+    result, made = run(tmp_path, {"learning_rate": 1e-3}, constraints=limits)
     assert (str(result.outcome), len(made)) == ("pruned", 2)
     value = result.telemetry["throughput"][metric]
     assert result.reason == f"{metric} must be >= 1e+09, but is {value:.6g}."
@@ -96,8 +87,9 @@ def test_speed_limit_ends_a_trial_after_the_warm_up(tmp_path: Path, metric: str)
 
 
 def test_metric_limit_is_judged_at_the_end(tmp_path: Path) -> None:
-    met = {"peak_memory_bytes": {"max": 1e15}, "train_examples_per_second": {"min": 1e-3}}
-    result, made = run_within(tmp_path, **{"criteria/f1_macro": {"min": 0.999}}, **met)
+    limits = {"peak_memory_bytes": {"max": 1e15}, "train_examples_per_second": {"min": 1e-3}}
+    limits["criteria/f1_macro"] = {"min": 0.999}
+    result, made = run(tmp_path, {"learning_rate": 1e-3}, constraints=limits)
     assert (str(result.outcome), len(made)) == ("complete", 4)
     value = result.telemetry["metrics"]["criteria"]["f1_macro"]
     assert result.reason == f"criteria/f1_macro must be >= 0.999, but is {value:.6g}."

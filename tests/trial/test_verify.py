@@ -1,7 +1,5 @@
 """Checks and recommendations for described machines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,24 +45,21 @@ def test_only_supported_precisions_are_measured(device: DeviceInfo) -> None:
         assert check.usable == (level == "native") == (check.note == ""), "a note explains why it is not"
 
 
+SEARCH = "Search fp_precision over"
+SPEEDS = {"tf32": 1.5, "bf16": 2.4, "fp16": 2.2, "bf16_true": 1.02}  # the last is as fast as fp32
+MIXED = {"fp16": "incompatible", "bf16": "degraded", "tf32": 0.9, "bf16_true": 0.9, "fp8": 0.9}
+
+
 @pytest.mark.parametrize(
     ("device", "found", "advice"),
     [
-        (
-            H200,
-            {"tf32": 1.5, "bf16": 2.4, "fp16": 2.2, "bf16_true": 1.02},  # which is as fast as fp32
-            "Search fp_precision over [fp32, tf32, bf16, fp16]: bf16 is the fastest, 2.4 times as fast",
-        ),
-        (PLAIN, {"bf16": 3.0}, "Use fp32: no native precision of this machine is faster on this model."),
-        # Weights that only bf16's range holds, say.
-        (AMX, {"fp32": "incompatible", "bf16": 2.0}, "Search fp_precision over [bf16]: bf16 is the fastest"),
-        (PLAIN, {"fp32": "incompatible"}, "No precision works natively with this model here"),
+        (H200, SPEEDS, f"{SEARCH} [fp32, tf32, bf16, fp16]: bf16 is the fastest, 2.4 times as fast"),
+        (H200, MIXED, f"{SEARCH} [fp32, bf16]: bf16 is the fastest"),
+        # Weights in the range of bf16 alone, say.
+        (AMX, {"fp32": "incompatible", "bf16": 2.0}, f"{SEARCH} [bf16]: bf16 is the fastest"),
         (AMX, dict.fromkeys(("fp32", "bf16", "bf16_true"), "invalid"), "Correct the model or the data"),
-        (
-            H200,
-            {"fp16": "incompatible", "bf16": "degraded", "tf32": 0.9, "bf16_true": 0.9, "fp8": 0.9},
-            "Search fp_precision over [fp32, bf16]: bf16 is the fastest",
-        ),
+        (PLAIN, {"bf16": 3.0}, "Use fp32: no native precision of this machine is faster on this model."),
+        (PLAIN, {"fp32": "incompatible"}, "No precision works natively with this model here"),
     ],
 )
 def test_recommendation(device: DeviceInfo, found: dict[str, Any], advice: str) -> None:
@@ -72,9 +67,7 @@ def test_recommendation(device: DeviceInfo, found: dict[str, Any], advice: str) 
 
 
 @pytest.mark.parametrize("compile_mode", ["none", "default"])
-def test_both_sides_of_a_speed_ratio_are_compiled(
-    compile_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speed_ratio_of_compiled_models(compile_mode: str, tmp_path: Path, monkeypatch: Any) -> None:
     """On a clock of its own, a compiled pass takes one second and another pass four, in each precision."""
     now = [0.0]
     monkeypatch.setattr("hpo.trial.measure.time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -86,7 +79,7 @@ def test_both_sides_of_a_speed_ratio_are_compiled(
     plant = lambda model: model.register_forward_pre_hook(spend)  # noqa: E731
     executor = altered_executor(tmp_path, plant, training=training)
     compiled = lambda model, *_: setattr(model, "planted_compiler", True)  # noqa: E731
-    executor.loader.apply_compile = compiled  # type: ignore[method-assign]
+    executor.loader.apply_compile = compiled
     for name in ("bf16", "bf16-true"):
         found = check_precision(executor, name, repeats=1).costs
         assert found == Costs(4.0 if compile_mode == "none" else 1.0, 1.0, found.memory_ratio, 1.0)

@@ -9,7 +9,6 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused, rungs_of
-from hpo.study.store.lifecycle import read_state
 from hpo.study.store.optuna_internals import end_trial, is_unfinished, trial_id_of
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
@@ -70,7 +69,7 @@ def end_unclaimed(
 
 def end_unfinished(storage: Storage, name: str) -> int:
     """End the unfinished trials of a cancelled study that have no live worker; return their number."""
-    if read_state(storage, name) != "cancelled" or not storage.has_study(name):
+    if not storage.has_study(name):
         return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
     unfinished = {trial.number: trial for trial in trials if not trial.state.is_finished()}
@@ -89,7 +88,7 @@ def end_unfinished(storage: Storage, name: str) -> int:
             if row.owner not in alive
         )
 
-    return storage.write(end) if unfinished else 0
+    return storage.write(end)
 
 
 def give_up(connection: sa.Connection, trial: FrozenTrial, outcome: Outcome, reason: str) -> bool:

@@ -168,15 +168,14 @@ class Lease:
         key = {"study": self.study, "trial_number": self.number}
         of_trial = [evaluations.c[column] == value for column, value in key.items()]
         study, trial_id = self.trial.study, trial_id_of(self.trial)
-        has_one_objective = len(study.directions) == 1
         with self.storage.engine.begin() as connection:
             self.hold(connection)
             connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
             values = {**row, **key, "metrics": json.dumps(row["metrics"])}
             connection.execute(sa.insert(evaluations).values(values))
-            if has_one_objective and value is not None and math.isfinite(value):
+            if len(study.directions) == 1 and value is not None and math.isfinite(value):
                 set_intermediate_value(connection, trial_id, index, value)
-        if not has_one_objective or isinstance(study.pruner, NopPruner):
+        if isinstance(study.pruner, NopPruner):  # always with several objectives
             return False
         # Not `trial.should_prune`, which reads an older copy of the trial.
         return study.pruner.prune(study, self.storage.optuna.get_trial(trial_id))

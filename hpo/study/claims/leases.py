@@ -384,6 +384,6 @@ class WorkerLease(Membership):
             raise LeaseLostError(f"Trial {lease.number} is gone: its study was deleted.") from error
         retry_of = {trial.number: trial.user_attrs.get("retry_of") for trial in read}
         num_failures, number = 1, retry_of.get(lease.number)
-        while num_failures <= self.max_retries and number in retry_of and number < lease.number:
+        while num_failures <= self.max_retries and number in retry_of:
             num_failures, number = num_failures + 1, retry_of[number]
         return {"retry_of": lease.number} if num_failures <= self.max_retries else None

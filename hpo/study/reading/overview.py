@@ -6,7 +6,6 @@ The database adds up the numbers in a few queries, because `reader` takes second
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import sqlalchemy as sa
 
 from hpo.study.store.database import snapshot
-from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, count_trials
 
 
@@ -23,7 +21,7 @@ class StudyOverview:
     name: str
     state: str  # `open`, `paused`, `cancelled`; `done` if it is open and all trials have ended
     trials: dict[str, int]
-    """`open`, `running`, `done`, `paused` if any, and the `total`; see `count_with_alive`."""
+    """`open`, `running`, `done`, `paused` if any, and the `total`; see `count_trials`."""
     workers: int
     created: float
     now: float  # seconds since 1970 by the database's clock, like `created`
@@ -41,7 +39,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             now = float(connection.execute(sa.select(storage.now)).scalar_one())
             rows = storage.studies(connection)
             alive = storage.heard_workers(connection)
-            counts = count_with_alive(connection, alive)
+            counts = count_trials(connection, alive=alive)
         num_workers = Counter(worker.study for worker in alive.values())
         return [_overview(row, counts[row.name], num_workers[row.name], now) for row in rows]
 
@@ -53,17 +51,3 @@ def _overview(row: sa.Row[Any], trials: dict[str, int], num_workers: int, now: f
     state = "done" if row.state == "open" and trials["done"] == total else row.state
     created = min(row.created, now)
     return StudyOverview(row.name, state, {**trials, "total": total}, num_workers, created, now)
-
-
-def count_with_alive(
-    connection: sa.Connection, alive: Container[str], *where: sa.ColumnElement[bool]
-) -> dict[str, dict[str, int]]:
-    """Count like `count_trials`. The trial of a dead worker is `paused` at its rung, or `open`."""
-    counts = count_trials(connection, *where)
-    query = sa.select(claims.c.study, claims.c.owner, claims.c.paused_at).where(claims.c.owner.is_not(None))
-    for study, owner, paused_at in connection.execute(query):
-        if owner not in alive and study in counts:  # the trial waits for the next worker
-            waiting = "open" if paused_at is None else "paused"
-            counts[study]["running"] -= 1
-            counts[study][waiting] = counts[study].get(waiting, 0) + 1
-    return counts

@@ -20,7 +20,6 @@ from hpo.collector import collector_paused
 from hpo.config.study_file import check_study_name
 from hpo.outcome import Outcome
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
-from hpo.study.reading.overview import count_with_alive
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, WorkerRecord
 from hpo.study.sampling.promotion import RUN_ATTRS
 from hpo.study.store import optuna_internals, schema
@@ -29,7 +28,7 @@ from hpo.study.store.failures import decoded, definition_of, json_object
 from hpo.study.store.foreign import is_foreign
 from hpo.study.store.optuna_internals import ENDED_OUTSIDE, constraint
 from hpo.study.store.schema import EvaluationRow
-from hpo.study.store.storage import COMPARISON_ATTR, Storage
+from hpo.study.store.storage import COMPARISON_ATTR, Storage, count_trials
 
 _TELEMETRY = "telemetry"
 _FIELDS = ("outcome", "outcome_reason", _TELEMETRY)
@@ -78,7 +77,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str) -> StudyRecord
     state_of = {claim.trial_number: _state_of(claim, alive) for claim in claims}
     trials = _read_trials(connection, study.study_id, name, state_of)
     foreign = _count_foreign(connection, study.study_id, name)
-    counts = count_with_alive(connection, alive, ours.c.name == name)[name]
+    counts = count_trials(connection, ours.c.name == name, alive=alive)[name]
     return StudyRecord(
         name=name,
         metric_names=tuple(objective["metric"] for objective in definition["objective"]),
@@ -138,13 +137,12 @@ def _read_trials(
         value = decoded(row.value_json, f"`{row.key}` of trial {numbers[row.trial_id]}")
         limits[row.trial_id] |= constraint(row.key, value)
     for row in rows(optuna_internals.params, "param_id"):
-        decode = partial(_param, stored=row.param_value)
         shown = f"`{row.param_name}` of trial {numbers[row.trial_id]}"
-        params[row.trial_id][row.param_name] = decoded(row.distribution_json, shown, decode)
+        value = decoded(row.distribution_json, shown, partial(_param, stored=row.param_value))
+        params[row.trial_id][row.param_name] = value
     for row in rows(optuna_internals.user_attributes, "trial_user_attribute_id"):
-        shown, decode = f"`{row.key}` of trial {numbers[row.trial_id]}", json.loads
-        if row.key == _TELEMETRY:
-            decode = json_object
+        shown = f"`{row.key}` of trial {numbers[row.trial_id]}"
+        decode = json_object if row.key == _TELEMETRY else json.loads
         attributes[row.trial_id][row.key] = decoded(row.value_json, shown, decode)
     evaluations = _read_evaluations(connection, name)
     detailed = read_detailed_evaluations(connection, name)

@@ -76,7 +76,7 @@ class StudyRecord:
     trials: list[TrialRecord]
     workers: list[WorkerRecord]
     counts: dict[str, int]
-    """Numbers of trials that are `open`, `running`, `done` and, if any, `paused`; see `count_with_alive`."""
+    """Numbers of trials that are `open`, `running`, `done` and, if any, `paused`; see `count_trials`."""
     state: str = "open"  # `open`, `paused` or `cancelled`
     spent: Mapping[int, float] = field(default_factory=dict)
     """Device-seconds by the trial's number, if the study has a budget."""

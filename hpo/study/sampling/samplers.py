@@ -49,7 +49,7 @@ def build_sampler(
     """Return the sampler of one worker of a study, without the `skipped` precisions.
 
     `worker_number` is added to the seed, so that all workers try different configurations. The workers of
-    `qmc` continue one sequence and share the seed. With `explores`, TPE and GP draw half at random.
+    `qmc` continue one sequence, without a seed. With `explores`, TPE and GP draw half at random.
     """
     drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
@@ -85,7 +85,7 @@ def _build_optuna_sampler(
         options["warn_independent_sampling"] = False
     if name == "qmc":
         options["independent_sampler"] = RandomSampler(seed=seed)
-    options["seed"] = config.seed if name == "qmc" else seed
+    options["seed"] = seed
     if name == "grid":
         return RandomSampler(seed=seed)
     sampler: BaseSampler = _build(optuna.samplers, config, options)

@@ -18,7 +18,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
@@ -115,28 +115,33 @@ def is_stored(study: str, token: str, *where: sa.ColumnElement[bool]) -> sa.Colu
     return sa.exists(sa.select(sa.literal(1)).select_from(studies).where(*this))
 
 
-def count_trials(connection: sa.Connection, *where: sa.ColumnElement[bool]) -> dict[str, dict[str, int]]:
+def count_trials(
+    connection: sa.Connection, *where: sa.ColumnElement[bool], alive: Container[str] | None = None
+) -> dict[str, dict[str, int]]:
     """Count the `n_trials` of each study by state: `open` (not begun), `running`, `done`, `paused` if any.
 
-    `where` selects rows of `hpo_studies`.
+    `where` selects rows of `hpo_studies`. With `alive`, the ids of the live workers, a begun trial without
+    one of them is `paused` at its rung, or `open`.
     """
     trials, made = optuna_internals.trials, optuna_internals.studies
-    paused = sa.and_(claims.c.paused_at.is_not(None), claims.c.owner.is_(None)).label("paused")
+    at_rung = claims.c.paused_at.is_not(None).label("at_rung")
     same_trial = (trials.c.study_id == made.c.study_id) & (trials.c.number == claims.c.trial_number)
-    query = sa.select(studies.c.name, trials.c.state, paused, sa.func.count()).where(claims.c.counts, *where)
+    groups = (studies.c.name, trials.c.state, at_rung, claims.c.owner)
+    query = sa.select(*groups, sa.func.count()).where(claims.c.counts, *where).group_by(*groups)
     query = query.join(claims, claims.c.study == studies.c.name)
     query = query.join(made, made.c.study_name == studies.c.name).join(trials, same_trial)
     sizes = connection.execute(sa.select(studies.c.name, studies.c.n_trials).where(*where)).all()
     counts = {row.name: Counter({"open": 0, "running": 0, "done": 0}) for row in sizes}
-    for name, state, is_paused, count in connection.execute(
-        query.group_by(studies.c.name, trials.c.state, paused)
-    ):
+    for name, state, is_at_rung, owner, count in connection.execute(query):
+        has_worker = owner is not None or not is_at_rung if alive is None else owner in alive
         if state == TrialState.WAITING:
             kind = "open"  # the retry of a failed attempt
         elif state != TrialState.RUNNING:
             kind = "done"
+        elif has_worker:
+            kind = "running"
         else:
-            kind = "paused" if is_paused else "running"
+            kind = "paused" if is_at_rung else "open"
         counts[name][kind] += count
     for row in sizes:
         counts[row.name]["open"] += max(0, row.n_trials - counts[row.name].total())

@@ -1,7 +1,5 @@
 """Job scripts, run by bash as on a node: set-up script, interpreter, container."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

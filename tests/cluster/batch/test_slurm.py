@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import shlex
 import signal
@@ -117,15 +115,20 @@ def test_seconds_of_time_limits(given: str, seconds: int | None) -> None:
     assert seconds_of(given) == seconds
 
 
+def submit_held(folder: Path, url: str, num_workers: int) -> Any:
+    """Submit jobs that Slurm holds."""
+    write_study(folder)
+    options = ("--slurm", "--workers", str(num_workers), "--sbatch", "hold", "--storage", url, "--json")
+    return ok(hpo_command(folder, "submit", "tiny.yaml", *options)).json
+
+
 class TestRealSlurm:
     pytestmark: ClassVar = [pytest.mark.slurm, pytest.mark.postgres]
 
     def test_password_is_in_its_file_alone(
         self, slurm: SlurmCluster, postgres_url: str, tmp_path: Path
     ) -> None:
-        write_study(tmp_path)
-        given = ("tiny.yaml", "--slurm", "--workers", "3", "--sbatch", "hold", "--storage", postgres_url)
-        answer = ok(hpo_command(tmp_path, "submit", *given, "--json")).json
+        answer = submit_held(tmp_path, postgres_url, 3)
         job, folder = answer["job"], tmp_path / answer["folder"]
         assert (answer["study"], answer["num_workers"]) == ("tiny", 3)
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -143,9 +146,7 @@ class TestRealSlurm:
         self, slurm: SlurmCluster, postgres_url: str, tmp_path: Path
     ) -> None:
         """Slurm holds a job after a failed launch, so that it would stay in the queue for ever."""
-        write_study(tmp_path)
-        given = ("tiny.yaml", "--slurm", "--workers", "2", "--sbatch", "hold", "--storage", postgres_url)
-        job = ok(hpo_command(tmp_path, "submit", *given, "--json")).json["job"]
+        job = submit_held(tmp_path, postgres_url, 2)["job"]
         slurm.run(f"scontrol release {job}_0")
         slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED", "CANCELLED"}, 120)
         with open_storage(postgres_url) as storage:

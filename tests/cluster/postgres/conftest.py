@@ -1,7 +1,5 @@
 """Private PostgreSQL servers in folders of their own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile
@@ -38,17 +36,15 @@ def made_database() -> Iterator[Path]:
 
 
 @pytest.fixture
-def server(folder: Path, made_database: Path) -> Iterator[PostgresServer]:
-    """The server of a database that is a copy: to make one takes seconds."""
-    subprocess.run(["cp", "-a", made_database, folder], check=True)  # with its owner
+def new_server(folder: Path) -> Iterator[PostgresServer]:
+    """The server of a database that is not made yet."""
     server = PostgresServer(folder / "postgres", {"fsync": "off"})
     yield server
     server.stop()
 
 
 @pytest.fixture
-def new_server(folder: Path) -> Iterator[PostgresServer]:
-    """The server of a database that is not made yet."""
-    server = PostgresServer(folder / "postgres", {"fsync": "off"})
-    yield server
-    server.stop()
+def server(new_server: PostgresServer, folder: Path, made_database: Path) -> PostgresServer:
+    """The server of a database that is a copy: to make one takes seconds."""
+    subprocess.run(["cp", "-a", made_database, folder], check=True)  # with its owner
+    return new_server

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path
@@ -43,7 +41,7 @@ def test_start_use_stop_and_restart(new_server: PostgresServer) -> None:
     with psycopg.connect(url) as connection:
         query = "SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user"
         assert connection.execute(query).fetchone() == (False, False)
-        assert int(connection.execute("SHOW max_connections").fetchone()[0]) >= 1000  # type: ignore[index]
+        assert int(connection.execute("SHOW max_connections").fetchone()[0]) >= 1000
         assert connection.execute("SHOW data_checksums").fetchone() == ("on",)
         connection.execute("CREATE TABLE results (value int)")
         password = connection.info.password

@@ -32,18 +32,19 @@ from hpo.outcome import Outcome
 from hpo.report.status import study_status
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
 from hpo.study.claims.budget import DeviceClock, StudyBudget
+from hpo.study.claims.ending import NOT_PROMOTED
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.worker import WorkerOptions
+from hpo.study.sampling.forecast import Cost
 from hpo.study.sampling.promotion import PAUSED_ATTR, RUNGS_ATTR, Promotion, Standings, promotion_of
-from hpo.study.store.schema import claims
+from hpo.study.store.schema import claims, evaluations
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import BUDGET_SPENT, create_or_resume_study
 
-SECONDS = 20.0
-EVALUATION = 0.15
-"""Seconds between two evaluations of a trial."""
+SECONDS = 10.0
+EVALUATION = 0.15  # seconds between two evaluations of a trial
 PRUNERS = ({"name": "none"}, {"name": "promote", "starts": 0.1, "keep": 1})
 
 
@@ -96,15 +97,16 @@ def test_four_workers_spend_the_budget(storage_url: str, tmp_path: Path) -> None
     assert work(storage_url, log).outcomes == {}, "nothing is left to do"
 
 
-def test_shared_device_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+def test_each_device_of_a_trial_counts_and_a_shared_one_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [7.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clocks = [DeviceClock(before=0.0), DeviceClock(before=5.0)]
-    for clock in clocks:
-        clock.num_sharing = 2
-    for now[0] in (10.0, 30.0, 30.0):
-        seconds = [clock.seconds() for clock in clocks]
-    assert seconds == pytest.approx([15.0, 20.0])
+    alone, shared = DeviceClock(before=5.0), DeviceClock(before=0.0)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    ranks = DeviceClock(before=0.0)
+    shared.num_sharing = ranks.num_sharing = 2
+    for now[0] in (17.0, 37.0, 37.0):
+        seconds = [clock.seconds() for clock in (alone, shared, ranks)]
+    assert seconds == [35.0, 15.0, 120.0]
 
 
 def test_time_of_all_workers_of_a_trial_is_spent(storage: Storage) -> None:
@@ -121,11 +123,83 @@ def test_time_of_all_workers_of_a_trial_is_spent(storage: Storage) -> None:
             assert storage.read(budget.left) == pytest.approx(100.0 - total, abs=5.0)
 
 
-def started(number: int) -> FrozenTrial:
-    attrs = {PAUSED_ATTR: 0.1, RUNGS_ATTR: {"0.1": {"values": [float(number)]}}}
-    trial = create_trial(state=TrialState.RUNNING, user_attrs=attrs, intermediate_values={1: float(number)})
+def frozen(number: int, state: TrialState, **values: Any) -> FrozenTrial:
+    trial = create_trial(state=state, **values)
     trial.number = number
     return trial
+
+
+def started(number: int) -> FrozenTrial:
+    attrs = {PAUSED_ATTR: 0.1, RUNGS_ATTR: {"0.1": {"values": [float(number)]}}}
+    return frozen(number, TrialState.RUNNING, user_attrs=attrs, intermediate_values={1: float(number)})
+
+
+def insert(storage: Storage, table: sa.Table, **values: Any) -> None:
+    storage.write(lambda it: it.execute(sa.insert(table).values(**values)))
+
+
+def test_cost_and_rest_of_a_study_are_those_of_its_own_trials(storage: Storage) -> None:
+    """A complete trial took 10 s, of them 6 s of training. One runs for 4 s, and one waits."""
+    create_or_resume_study(storage, config_of(PRUNERS[0], 45.0))
+    for name, factor in (("tiny", 1.0), ("other", 3.0)):
+        for number, seconds, active in ((0, 10.0, 5.0), (1, 4.0, 4.0)):
+            ids = {"study": name, "trial_number": number}
+            times = {"device_seconds": factor * seconds, "active_seconds": factor * active}
+            insert(storage, claims, **ids, **times)
+            for step, trained in ((1, 1.0), (2, 3.0)):
+                insert(storage, evaluations, **ids, step=step, epoch=1.0, metrics="{}", seconds=trained)
+    budget = StudyBudget("tiny", Promotion((0.5,), 2, 1, ("maximize",), num_trials=8))
+    budget.add_ended(frozen(0, TrialState.COMPLETE, value=0.5))
+    assert storage.read(lambda it: budget._cost(it, [])) == Cost(run_seconds=4.0, training_seconds=6.0)
+    assert storage.read(budget.left) == 45.0 - 14.0
+    budget.promotion = None
+    running = [frozen(1, TrialState.RUNNING), frozen(2, TrialState.RUNNING)]
+    rest = storage.read(lambda it: budget.forecast(it, (), running, 1, 9))
+    assert (rest.num_new, rest.stages[0].num_trials) == (0, 3), "4 s more of 35 s, for three trials of 10 s"
+    create_or_resume_study(storage, config_of(PRUNERS[0], 50.0))
+    assert storage.read(lambda it: budget.forecast(it, (), running, 1, 9)).num_new == 1
+    assert storage.read(lambda it: StudyBudget("no").forecast(it, (), running, 1, 9)).num_new == 9
+
+
+@pytest.mark.parametrize("num_trials", [999, 1000])
+def test_times_of_many_trials(storage: Storage, num_trials: int) -> None:
+    rows = [{"study": "tiny", "trial_number": n, "device_seconds": n} for n in range(num_trials + 1)]
+    storage.write(lambda it: it.execute(sa.insert(claims), rows))
+    trials = [frozen(number, TrialState.RUNNING) for number in range(num_trials)]
+    found = storage.read(lambda it: StudyBudget("tiny")._rows(it, trials))
+    assert found == {number: (number, number) for number in range(num_trials)}
+
+
+@pytest.mark.parametrize(("spent", "is_spent"), [(99.5, False), (100.0, True)])
+def test_budget_is_spent_at_its_last_second(storage: Storage, spent: float, is_spent: bool) -> None:
+    """No trial was trained, so the cost of another one is not known."""
+    config = config_of(PRUNERS[0], 100.0)
+    with worker_within(storage, config) as worker:
+        lease, _ = begin(worker)
+        worker.record_outcome(lease, result("oom"))
+        insert(storage, claims, study="other", trial_number=0, device_seconds=100.0)
+        mine = sa.update(claims).where(claims.c.study == "tiny").values(device_seconds=spent)
+        storage.write(lambda it: it.execute(mine))
+        assert lease.is_budget_spent() == is_spent
+        assert (worker.claim() is None) == is_spent
+
+
+@pytest.mark.parametrize(("n_trials", "reason"), [(2, NOT_PROMOTED), (3, BUDGET_SPENT)])
+def test_paused_trial_ends_with_the_reason(storage: Storage, n_trials: int, reason: str) -> None:
+    """Two starts and a continuation of 5 s each spend 15 of 16 s. Another start does not fit."""
+    pruner = {"name": "promote", "starts": 0.5, "keep": 1}
+    with worker_within(storage, study(n_trials, pruner=pruner, budget={"hours": 16 / 3600})) as worker:
+        for value, outcome in ((0.3, "paused"), (0.9, "paused"), (0.9, "complete")):
+            lease, trial = begin(worker)
+            evaluate(storage, trial, 1, value)
+            if outcome == "paused":
+                lease.pause(0.5, [value])
+            lease.clock._last -= 5.0
+            worker.record_outcome(lease, result(outcome))
+        assert worker.claim() is None
+    paused, best = read_study(storage, "tiny").trials
+    assert (paused.reason, best.outcome) == (reason, "complete")
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 2}
 
 
 @pytest.mark.parametrize(
@@ -144,12 +218,11 @@ def test_no_trial_begins_at_the_cost_of_promoted_trials(
     promotion = Promotion((0.1, 0.3), 3, 1, ("maximize",), num_trials=1000)
     standings = Standings(promotion)
     rungs = standings.rungs(paused, lambda _: True)
-    with storage.engine.begin() as connection:
-        rows = [{"study": "tiny", "trial_number": number, "device_seconds": 1.0} for number in range(9)]
-        connection.execute(sa.insert(claims), rows)
-        budget = StudyBudget("tiny", promotion)
-        budget.add_ended(unsupported)
-        assert (budget.forecast(connection, rungs, paused, 0, 9).num_new > 0) == may_begin
+    for number in range(9):
+        insert(storage, claims, study="tiny", trial_number=number, device_seconds=1.0)
+    budget = StudyBudget("tiny", promotion)
+    budget.add_ended(unsupported)
+    assert (storage.read(lambda it: budget.forecast(it, rungs, paused, 0, 9)).num_new > 0) == may_begin
 
 
 def config_with(hours: float | None) -> StudyConfig:
@@ -184,8 +257,7 @@ def test_trials_continue_after_a_budget_is_raised(url: str, hours: float | None,
     with open_storage(url) as storage:
         assert storage.is_finished("tiny")
         trials = read_study(storage, "tiny").trials
-        assert [trial.state for trial in trials] == ["PRUNED", "PRUNED"]
-        assert [trial.reason for trial in trials] == [BUDGET_SPENT, BUDGET_SPENT]
+        assert [(trial.state, trial.reason) for trial in trials] == [("PRUNED", BUDGET_SPENT)] * 2
         for number in (0, 1):
             (tmp_path / f"trial-{number:05d}").mkdir()
         keep_best_checkpoints(storage.load_study("tiny"), tmp_path, 0)
@@ -200,7 +272,7 @@ def test_trials_continue_after_a_budget_is_raised(url: str, hours: float | None,
         with worker_within(storage, config) as worker:
             lease, trial = begin(worker)
             assert trial.number == 1, "the stopped trial continues"
-            evaluate(storage, trial, 2, 0.9)
+            evaluate(storage, trial, 2, 0.8)
             worker.record_outcome(lease, result("complete", values=(0.9,)))
         (_, complete) = read_study(storage, "tiny").trials
         assert complete.values == (0.9,)

@@ -1,7 +1,7 @@
+"""Claims of live and dead workers, lost leases and lost answers."""
+
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -14,10 +14,8 @@ from support.worker_process import begin, change_worker, evaluate, result, study
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, OutageError
-from hpo.outcome import Progress
-from hpo.study.claims import snapshot
-from hpo.study.claims.ending import end_unfinished
-from hpo.study.claims.lease import MAX_DEATHS
+from hpo.study.claims.ending import CANCELLED, end_unclaimed, end_unfinished
+from hpo.study.claims.lease import MAX_DEATHS, Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.sampling.samplers import build_pruner
@@ -26,7 +24,9 @@ from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
+from hpo.study.store.studies import BUDGET_SPENT, create_or_resume_study
+
+pytestmark = pytest.mark.usefixtures("looks_for_dead_at_each_claim")
 
 
 @pytest.fixture
@@ -36,11 +36,6 @@ def opened(storage: Storage) -> optuna.Study:
 
 def worker_of(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> WorkerLease:
     return WorkerLease(storage, opened, max_retries=max_retries)
-
-
-@pytest.fixture(autouse=True)
-def check_for_dead_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "DEATH_CHECK_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +107,14 @@ def test_no_death_counts_for_a_trial_of_another_worker(storage: Storage, opened:
         assert other.claim().row.deaths == 0
 
 
+def test_death_of_a_worker_with_a_lost_row_does_not_count(storage: Storage, opened: optuna.Study) -> None:
+    """A failover leads to an older state."""
+    with worker_of(storage, opened) as victim, worker_of(storage, opened) as peer:
+        begin(victim)
+        storage.write(lambda it: it.execute(sa.delete(workers).where(workers.c.id == victim.id)))
+        assert peer.claim().row.deaths == 0
+
+
 def owners(storage: Storage) -> list[str | None]:
     """The workers of the trials, by the trials' numbers."""
     with storage.engine.connect() as connection:
@@ -129,38 +132,6 @@ def test_parameters_of_another_process_lose_the_lease(storage: Storage, opened: 
         with pytest.raises(LeaseLostError, match="has another `"):
             lease.store_params()
         assert suggest(config.search_space, begin(worker)[1]) == drawn
-
-
-def test_heartbeat_stores_progress_and_sees_a_lost_lease(storage: Storage, opened: optuna.Study) -> None:
-    with worker_of(storage, opened) as worker:
-
-        def beat() -> sa.Row[Any]:
-            worker._beat_once()
-            with storage.engine.connect() as connection:
-                return connection.execute(sa.select(workers)).one()
-
-        lease = worker.claim()
-        before = beat()
-        assert before.progress is None
-        lease.progress = Progress(40, 0.25, math.nan, 12.5, checkpoint_seconds=1.5)
-        after = beat()
-        assert after.last_seen > before.last_seen
-        assert json.loads(after.progress) == {
-            "step": 40,
-            "budget_used": 0.25,
-            "train_loss": None,
-            "examples_per_second": 12.5,
-            "checkpoint_seconds": 1.5,
-            "trial": lease.number,
-        }
-        assert not lease.lost.is_set()
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(claims).values(owner="other"))
-        beat()
-        with pytest.raises(LeaseLostError, match="Another worker has taken over trial 0"):
-            lease.check()
-        worker._lease = None
-        assert beat().progress is None
 
 
 def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> None:
@@ -212,26 +183,27 @@ def test_claim_with_a_lost_answer_is_made_once(
         assert len(opened.trials) == 1
 
 
-def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.Study) -> None:
-    with worker_of(storage, opened) as worker:
-        zero, _ = begin(worker)
-        worker.record_outcome(zero, result("complete"))
-        one, trial = begin(worker)
-        params = suggest(study().search_space, trial)
-        worker.record_outcome(one, result("preempted"))
-    create_or_resume_study(storage, study(5))
+@pytest.mark.parametrize(("outcome", "value"), [("complete", 0.5), ("pruned", 0.25)])
+def test_outcome_with_a_lost_answer_is_stored_once(
+    storage: Storage, opened: optuna.Study, outcome: str, value: float
+) -> None:
     with worker_of(storage, opened) as worker:
         lease, trial = begin(worker)
-        assert lease.number == trial.number == 1
-        assert suggest(study().search_space, trial) == params
+        evaluate(storage, trial, value=0.25)
+        for _ in range(2):
+            lease.end(result(outcome))
+        with pytest.raises(LeaseLostError, match="ended by somebody else"):
+            lease.end(result("nonfinite"))
+    assert [trial.value for trial in opened.trials] == [value]
 
 
 def test_trial_ended_by_the_dashboard_does_not_run_again(storage: Storage, opened: optuna.Study) -> None:
     with worker_of(storage, opened) as worker:
         lease, _ = begin(worker)
         optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, 0.9)
-        with pytest.raises(LeaseLostError, match="ended by somebody else"):
-            worker.record_outcome(lease, result("nonfinite"))
+        for outcome in ("complete", "nonfinite"):
+            with pytest.raises(LeaseLostError, match="ended by somebody else"):
+                worker.record_outcome(lease, result(outcome))
         assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}
         again, _ = begin(worker)
         assert again.number == 1
@@ -246,23 +218,10 @@ def test_parameters_lost_by_the_server_are_written_again(storage: Storage, opene
         lease, trial = begin(worker)
         params = suggest(study(2).search_space, trial)
         lease.store_params()
-        with storage.engine.begin() as connection:
-            lost = stored_params.c.param_name == "learning_rate"
-            connection.execute(sa.delete(stored_params).where(lost))
+        lost = sa.delete(stored_params).where(stored_params.c.param_name == "learning_rate")
+        storage.write(lambda it: it.execute(lost))
         worker.record_outcome(lease, result("complete"))
     assert read_study(storage, "tiny").trials[0].params == params
-
-
-def test_enqueued_trials_begin_first(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    opened.enqueue_trial({"learning_rate": 1e-4}, user_attrs={"memo": "asked for"})
-    with worker_of(storage, opened) as worker:
-        lease, trial = begin(worker)
-        assert suggest(study().search_space, trial)["learning_rate"] == 1e-4
-        worker.record_outcome(lease, result("complete"))
-        assert opened.trials[0].user_attrs["memo"] == "asked for"
-        assert worker.claim().number == 1
-    assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 1}
 
 
 def test_rungs_outlive_the_worker(storage: Storage) -> None:
@@ -280,17 +239,81 @@ def test_rungs_outlive_the_worker(storage: Storage) -> None:
     assert rungs == {"completed_rung_0": 0.5, "completed_rung_1": 0.6, "completed_rung_2": 0.7}
 
 
+def test_evaluation_of_several_objectives_has_no_value_for_pruners(storage: Storage) -> None:
+    objectives = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
+    config = study(1, objective=objectives, pruner={"name": "promote"})
+    with worker_on(storage, config) as worker:
+        _, trial = begin(worker)
+        trial.study.pruner = build_pruner(config.pruner)
+        assert not evaluate(storage, trial)
+        assert trial.study.trials[0].intermediate_values == {}
+        assert read_study(storage, "tiny").trials[0].evaluations
+
+
 def test_late_worker_begins_no_trial(storage: Storage, opened: optuna.Study) -> None:
     """It has read the study before others paused it, or began its last trials."""
     with worker_of(storage, opened) as late, worker_of(storage, opened) as other:
+
+        def start(number: int) -> Lease | None:
+            """Start an enqueued trial."""
+            return late._claim(lambda it: late._start(None, it, opened.trials[number], None))
+
+        def begin_new() -> Lease | None:
+            return late._claim(lambda it: late._begin(it, seen, None))
+
         seen = late._watch.read(late.id, late.runnable, None)
+        opened.enqueue_trial({})
         set_state(storage, "tiny", "paused")
-        assert storage.write(lambda it: late._begin(it, seen, None)) is None
+        assert (begin_new(), start(0)) == (None, None)
         set_state(storage, "tiny", "open")
-        for _ in range(2):
-            other.record_outcome(begin(other)[0], result("complete"))
-        assert storage.write(lambda it: late._begin(it, seen, None)) is None
-    assert len(opened.trials) == 2
+        begin(other)
+        assert start(0) is None, "the other worker has it"
+        opened.enqueue_trial({})
+        assert start(1) is not None
+        opened.enqueue_trial({})
+        assert (begin_new(), start(2)) == (None, None), "the study has two trials"
+    assert [trial.state.name for trial in opened.trials] == ["RUNNING", "RUNNING", "WAITING"]
+
+
+def test_comparison_refuses_parameters_of_an_enqueued_trial(storage: Storage, opened: optuna.Study) -> None:
+    for params in ({"learning_rate": 1e-4}, {}):
+        opened.enqueue_trial(params)
+    with worker_on(storage, study(2), is_planned=True) as worker:
+        assert begin(worker)[0].number == 1
+        assert storage.trial_counts("tiny") == {"open": 1, "running": 1, "done": 0}
+    assert opened.trials[0].state == TrialState.FAIL
+    assert "A comparison chooses" in opened.trials[0].user_attrs["outcome_reason"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "saved_step", "is_evaluated", "state", "values"),
+    [
+        (BUDGET_SPENT, 0, True, TrialState.PRUNED, [0.5]),
+        (BUDGET_SPENT, 1, False, TrialState.PRUNED, None),
+        (BUDGET_SPENT, 0, False, TrialState.FAIL, None),
+        (CANCELLED, 1, True, TrialState.FAIL, None),
+    ],
+)
+def test_budget_keeps_begun_training_as_a_trial(
+    storage: Storage,
+    opened: optuna.Study,
+    reason: str,
+    saved_step: int,
+    is_evaluated: bool,
+    state: TrialState,
+    values: list[float] | None,
+) -> None:
+    with worker_of(storage, opened) as worker:
+        lease, trial = begin(worker)
+        if is_evaluated:
+            evaluate(storage, trial)
+        lease.saved_step = saved_step
+        worker.record_outcome(lease, result("preempted"))
+    for owner, ends in ((worker.id, False), (None, True), (None, False)):
+        stored = opened.trials[0]
+        assert storage.write(lambda it: end_unclaimed(it, "tiny", stored, owner, reason)) == ends  # noqa: B023
+    assert (opened.trials[0].state, opened.trials[0].values) == (state, values)
+    assert storage.trial_counts("tiny")["done"] == (state == TrialState.PRUNED)
 
 
 def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:
@@ -298,45 +321,6 @@ def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna
         worker.record_outcome(begin(worker)[0], result("failed", traceback="Traceback"))
     set_state(storage, "tiny", "cancelled")
     assert end_unfinished(storage, "tiny") == 1
+    assert end_unfinished(storage, "absent") == 0
     assert [trial.state.name for trial in opened.trials] == ["FAIL", "FAIL"]
     assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}
-
-
-def rows(storage: Storage) -> list[tuple[str, int]]:
-    with storage.engine.connect() as connection:
-        query = sa.select(workers.c.id, workers.c.number).order_by(workers.c.number)
-        return [(row.id, row.number) for row in connection.execute(query)]
-
-
-def test_repeated_registration_leaves_one_row(storage: Storage) -> None:
-    """The answer to the first, committed registration was lost."""
-    first, second = (worker_on(storage, study(1)) for _ in range(2))
-    for worker, expected in ((first, 0), (second, 1), (second, 1)):
-        worker._register()
-        assert worker.number == expected
-    assert rows(storage) == [(first.id, 0), (second.id, 1)]
-
-
-def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker_on(storage, study(1), device="GPU-1")._register()
-    assert not storage.has_other_workers_on("GPU-1"), "only this process"
-    monkeypatch.setattr("hpo.study.store.storage.os.getpid", lambda: 1)
-    found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2")]
-    assert found == [True, False]
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(workers).values(device=None))
-    assert storage.has_other_workers_on("GPU-2"), "its device is unknown"
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(workers).values(machine="elsewhere"))
-    assert not storage.has_other_workers_on("GPU-1")
-
-
-def test_lost_row_is_added_again(storage: Storage) -> None:
-    """A failover leads to an older state."""
-    with worker_on(storage, study(2)) as worker, worker_on(storage, study(2)):
-        with storage.engine.begin() as connection:
-            connection.execute(sa.delete(workers).where(workers.c.id == worker.id))
-        worker._beat_once()
-        assert (worker.id, 2) in rows(storage)
-        worker._beat_once()
-        assert len(rows(storage)) == 2

@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.postgres import PostgresServer
+from support.postgres import PostgresServer, stopped
 from support.tiny import CPU, GPU
 from support.worker_process import study, wait_for
 
@@ -30,24 +29,19 @@ from hpo.study.running.supervisor import (
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
+RunProgram = Callable[..., RunSummary]
 TWO = [DeviceShare(2)] * 2
 STUDY = study(2)
-
-
-RunProgram = Callable[..., RunSummary]
 
 
 @pytest.fixture
 def run(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgram:
     """Runs two workers of a study, each a Python program in place of `hpo worker`."""
 
-    def run(
-        program: str, config: StudyConfig = STUDY, stop: Stop | None = None, **processes: Any
-    ) -> RunSummary:
+    def run(program: str, config: StudyConfig = STUDY, stop: Stop | None = None) -> RunSummary:
         monkeypatch.setattr(supervisor, "worker_command", lambda *_: [sys.executable, "-c", program])
         create_or_resume_study(storage, config)
-        how = WorkerProcesses(**{"shares": TWO, **processes})
-        return run_workers(config, storage, tmp_path, how, stop or Stop())
+        return run_workers(config, storage, tmp_path, WorkerProcesses(TWO), stop or Stop())
 
     return run
 
@@ -103,7 +97,7 @@ def test_worker_gets_the_permissions_of_the_user_s_file(
 
 @pytest.mark.postgres
 def test_dead_worker_is_restarted_after_an_outage(
-    own_server: PostgresServer,
+    postgres_server: PostgresServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -123,16 +117,15 @@ def test_dead_worker_is_restarted_after_an_outage(
         return sum(record.message.startswith(what) for record in caplog.records)
 
     stop, processes = Stop(), WorkerProcesses(TWO[:1])
-    with own_server.database() as url, open_storage(url) as storage, ThreadPoolExecutor(1) as thread:
+    with postgres_server.database() as url, open_storage(url) as storage, ThreadPoolExecutor(1) as thread:
         create_or_resume_study(storage, STUDY)
         try:
             ended = thread.submit(run_workers, STUDY, storage, tmp_path, processes, stop)
             wait_for((tmp_path / "first").exists)
-            own_server.stop(immediate=True)
-            (tmp_path / "die").touch()
-            wait_for(lambda: said("The database is away") == 1)
-            assert said("Worker") == 0
-            own_server.start()
+            with stopped(postgres_server):
+                (tmp_path / "die").touch()
+                wait_for(lambda: said("The database is away") == 1)
+                assert said("Worker") == 0
             wait_for(lambda: log_of(tmp_path).count("runs") == 2)
             assert said("Worker") == 1
         finally:

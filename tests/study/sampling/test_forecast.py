@@ -1,5 +1,3 @@
-"""The agreement of a study with its forecast."""
-
 from __future__ import annotations
 
 import time
@@ -14,10 +12,19 @@ from hpo.config.search_space import suggest
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import run_worker
-from hpo.study.sampling.forecast import Cost, Stage, forecast
-from hpo.study.sampling.promotion import RESUMED_ATTR, Rung, promotion_of
+from hpo.study.sampling.forecast import (
+    Cost,
+    Measured,
+    Stage,
+    forecast,
+    measured_cost,
+    measured_trial,
+    seconds_ahead,
+    training_share,
+)
+from hpo.study.sampling.promotion import RESUMED_ATTR, Promotion, Rung, promotion_of
 from hpo.study.store.storage import Storage
-from hpo.study.store.studies import create_or_resume_study
+from hpo.study.store.studies import BUDGET_SPENT, create_or_resume_study
 
 EARLY = {"name": "promote", "starts": 0.1, "keep": 1}
 TRAINING_SECONDS = 20.0
@@ -69,3 +76,72 @@ def test_a_study_follows_its_plan(
     assert (began if len(stages) > 1 else [complete]) == pytest.approx(expected, abs=1)
     spent = sum(record.spent.values())
     assert seconds - cost.of([Stage(0.0, 1.0, 2)]) <= spent <= seconds + cost.of([Stage(0.0, 0.5, 1)])
+
+
+PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_complete", "num_runs", "trained"),
+    [
+        ({}, False, 1, 0.1),
+        ({"paused_at": 0.1}, False, 1, 0.1),
+        ({"paused_at": 0.1, "resumed_at": 0.1}, False, 2, 0.3),
+        ({"paused_at": 0.3, "resumed_at": 0.3}, False, 3, 1.0),
+        ({"paused_at": 0.3, "resumed_at": 0.3}, True, 3, 1.0),
+        ({"paused_at": 0.1, "resumed_at": 0.1, "outcome_reason": BUDGET_SPENT}, False, None, None),
+    ],
+)
+def test_the_measured_cost_of_a_trial(
+    attributes: dict[str, Any], is_complete: bool, num_runs: int | None, trained: float | None
+) -> None:
+    """A broken trial counts as if it had reached the next rung."""
+    rungs = {str(rung): {} for rung in (0.1, 0.3) if rung <= attributes.get("paused_at", 0.0)}
+    measured = measured_trial(PROMOTION, {**attributes, "rungs": rungs}, is_complete, (9.0, 6.0))
+    assert measured == (None if num_runs is None else Measured(9.0, 6.0, num_runs, trained))
+
+
+def test_the_mean_cost_of_trials() -> None:
+    """The setup and the evaluation of a run cost 2 seconds, the training of a whole trial 12."""
+    cost = Cost(run_seconds=2.0, training_seconds=12.0)
+    assert measured_cost([Measured(10.0, 6.0, 2, 0.5), Measured(5.0, 3.0, 1, 0.25)]) == cost
+    assert cost.of_trial(3, 0.5) == 3 * 2 + 6
+    assert cost.of([Stage(0.0, 0.25, 5), Stage(0.25, 1.0, 2)]) == 5 * (2 + 3) + 2 * (2 + 9)
+    assert measured_cost([]) is None
+    assert measured_cost([Measured(4.0, 0.0, 1, 0.0)]) is None, "nothing was trained"
+
+
+@pytest.mark.parametrize(
+    ("training", "active", "share"), [(3.0, 4.0, 0.75), (5.0, 4.0, 1.0), (None, 4.0, 1.0), (3.0, 0.0, 1.0)]
+)
+def test_the_share_of_training_is_at_most_one(training: float | None, active: float, share: float) -> None:
+    assert training_share(training, active) == share
+
+
+@pytest.mark.parametrize(("spent", "ahead"), [(3.0, 0.0), (5.0, 1.0), (99.0, 3.0 + 0.2 * 10)])
+def test_a_run_is_ahead_of_its_measurement_until_the_next_rung(spent: float, ahead: float) -> None:
+    """The run to the first rung counts 4 seconds."""
+    attributes = {"paused_at": 0.1, "rungs": {"0.1": {}}}
+    assert seconds_ahead(PROMOTION, Cost(3.0, 10.0), attributes, spent) == pytest.approx(ahead)
+
+
+COST = Cost(0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("cost", "seconds", "num_starts", "num_new"),
+    [
+        (COST, 0.9, 0, 3),  # a rounding error less than three trials
+        (COST, 0.89, 0, 2),
+        (COST, 0.9, 2, 1),
+        (COST, 99.0, 0, 5),
+        (None, 0.0, 0, 1),
+        (COST, None, 0, 5),
+    ],
+)
+def test_trials_begin_within_the_seconds_left(
+    cost: Cost | None, seconds: float | None, num_starts: int, num_new: int
+) -> None:
+    found = forecast(None, [], num_starts, 5, cost, seconds)
+    assert (found.num_new, found.whole_trials) == (num_new, num_starts + num_new)
+    assert forecast(None, [], num_starts, 0, cost, seconds).num_new == 0

@@ -75,6 +75,16 @@ def test_trials_at_rungs_have_the_value_of_the_first_rung() -> None:
     assert {trial.state for trial in view_of(current)} == {TrialState.COMPLETE}
 
 
+def test_an_infeasible_trial_has_the_worst_value_of_each_objective() -> None:
+    objective = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
+    current = ScriptedStudy(study(12, objective=objective))
+    run_trial(current, [], "nonfinite")
+    assert [trial.values for trial in view_of(current)] == [[0.0, 0.0]], "nothing else is known"
+    for ended in ((0.5, 3.0), (0.7, 2.0), "pruned"):
+        run_trial(current, [], ended)
+    assert [trial.values for trial in view_of(current)] == [[0.5, 3.0], [0.5, 3.0], [0.7, 2.0], None]
+
+
 LIMITS = {"peak_memory_bytes": {"max": 8e9}, "evaluation_examples_per_second": {"min": 500}}
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import optuna
@@ -21,12 +22,14 @@ from support.worker_process import SPACE, study
 
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.errors import InputError, StudyFileError
-from hpo.study.sampling.named_class import REGISTRY
+from hpo.study.sampling.named_class import REGISTRY, load_class
 from hpo.study.sampling.samplers import build_pruner, check_named
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
 
 pytestmark = pytest.mark.usefixtures("forgotten")
+
+TWO_OBJECTIVES = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
 
 MODULE = '''
 from pathlib import Path
@@ -91,6 +94,7 @@ def test_a_class_gets_its_options_and_a_seed_for_each_worker() -> None:
     assert [one["learning_rate"] for one in tried] == pytest.approx([low + 1e-5] * 2)
     ScriptedStudy(config, worker_number=3)
     assert sys.modules["acme_search"].SEEDS == [7, 10]
+    check_own(config.with_values(objective=study(1, objective=TWO_OBJECTIVES).objective))
     pruner = build_pruner(study(4, pruner={"name": "acme_search.Third", "first": 2}).pruner)
     steps = {1: 0.5, 2: 0.5}
     trial = optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING, intermediate_values=steps)
@@ -99,18 +103,20 @@ def test_a_class_gets_its_options_and_a_seed_for_each_worker() -> None:
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
-    ("sampler", "message"),
+    ("kind", "name", "options", "message"),
     [
-        ({"name": "acme_search.Gone"}, "the module `acme_search` has no `Gone`"),
-        ({"name": "acme_search.NoSampler"}, "must be a subclass of optuna's BaseSampler, but it is <class"),
-        ({"name": "acme_search.Lowest", "shift": 1e9}, "must propose a value of FloatDistr.* for learn"),
+        ("sampler", "Gone", {}, "the module `acme_search` has no `Gone`"),
+        ("sampler", "NoSampler", {}, "must be a subclass of optuna's BaseSampler, but it is <class"),
+        ("sampler", "Lowest", {"shift": 1e9}, "must propose a value of FloatDistr.* for learn"),
+        ("pruner", "Third", {"first": "x"}, "The pruner `acme_search.Third` failed: TypeError"),
     ],
 )
 def test_an_unusable_class_is_refused_before_the_study_is_made(
-    tmp_path: Path, sampler: dict[str, Any], message: str
+    kind: str, name: str, options: dict[str, Any], message: str
 ) -> None:
+    config = study(4, search_space=SPACE, **{kind: {"name": f"acme_search.{name}", **options}})
     with pytest.raises(InputError, match=message):
-        check_own(load_study(write_study(tmp_path, sampler=sampler)))
+        check_own(config)
 
 
 def test_a_class_from_the_database_runs_only_if_it_is_trusted(tmp_path: Path, package: Path) -> None:
@@ -144,6 +150,13 @@ class AutoSampler(RandomSampler):
 """
 
 
+WITHOUT_SEED = """
+class WithoutSeed(RandomSampler):
+    def __init__(self):
+        super().__init__()
+"""
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of OptunaHub's registry with a few packages."""
@@ -151,6 +164,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, source in {
         "auto_sampler": HUB_SAMPLER,
         "two": HUB_SAMPLER + "\n\nclass Second(AutoSampler):\n    pass\n\n\n__all__ += ['Second']\n",
+        "without_all": f"{HUB_SAMPLER.partition('__all__')[0]}{WITHOUT_SEED}",
         "broken": "import no_such_dependency\n",
     }.items():
         folder = tmp_path / "registry" / "samplers" / name
@@ -164,6 +178,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "message"),
     [
         ("auto_sampler", ""),
+        ("without_all", ""),
         ("two@v1:Second", ""),
         ("two", "must name a package with one sampler, but it has AutoSampler, Second"),
         ("broken", "ModuleNotFoundError: No module named 'no_such_dependency'"),
@@ -174,6 +189,17 @@ def test_a_sampler_of_optunahub(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message) if message else nullcontext():
         check_own(config)
     assert message or len(ScriptedStudy(config).run(2)) == 2
+
+
+@pytest.mark.usefixtures("hub")
+def test_optunahub_loads_the_main_branch_or_the_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, module = [], ModuleType("loaded")
+    module.__dict__["Second"] = optuna.samplers.RandomSampler
+    monkeypatch.delenv(REGISTRY)
+    monkeypatch.setattr("optunahub.load_module", lambda name, ref: asked.append((name, ref)) or module)
+    for at in ("", "@v1"):
+        load_class(f"optunahub:samplers/two{at}:Second", optuna.samplers.BaseSampler, "sampler")
+    assert asked == [("samplers/two", "main"), ("samplers/two", "v1")]
 
 
 OWN = """

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from hpo.study.sampling.forecast import Measured, measured_trial, stages_left
-from hpo.study.sampling.promotion import Promotion, Standings
-from hpo.study.store.studies import BUDGET_SPENT
+from hpo.errors import StorageError
+from hpo.study.sampling.forecast import stages_left
+from hpo.study.sampling.promotion import Promotion, Standings, check_attributes
 
 PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
 """At least three continue from the first rung, and one from the last."""
 
 ENDED, BROKE, RUNS, FAILED, DROPPED = "ended", "broke", "runs", "failed", "dropped"
+STATES = {ENDED: TrialState.COMPLETE, BROKE: TrialState.PRUNED, DROPPED: TrialState.PRUNED}
+STATES |= {FAILED: TrialState.FAIL, RUNS: TrialState.RUNNING, "": TrialState.RUNNING}
 
 
-def frozen(number: int, *values: float | str, limits: Mapping[str, float] = {}) -> FrozenTrial:
+def frozen(number: int, *reached: Any, **limits: float) -> FrozenTrial:
     """A trial by its values at its rungs and its state after the last; without a state it is paused."""
-    rungs = {str(rung): {"values": [value]} for rung, value in zip((0.1, 0.3), values, strict=False)}
-    after = values[-1] if values and isinstance(values[-1], str) else ""
-    if after:
-        rungs.pop(str((0.1, 0.3, 1.0)[len(values) - 1]), None)
-    attrs: dict[str, Any] = {"rungs": {rung: {**at, "constraints": limits} for rung, at in rungs.items()}}
+    after = reached[-1] if isinstance(reached[-1], str) else ""
+    values = [one if isinstance(one, tuple) else (one,) for one in reached if one != after]
+    names = ("0.1", "0.3")[: len(values)]
+    rungs = {name: {"values": one, "constraints": limits} for name, one in zip(names, values, strict=True)}
+    attrs: dict[str, Any] = {"rungs": rungs}
     if rungs:
         attrs["paused_at"] = max(map(float, rungs))
-    if after not in ("", DROPPED) and rungs:
-        attrs["resumed_at"] = attrs["paused_at"]
-    states = {ENDED: TrialState.COMPLETE, BROKE: TrialState.PRUNED, DROPPED: TrialState.PRUNED}
-    states |= {FAILED: TrialState.FAIL}
-    state = states.get(after, TrialState.RUNNING)
-    value = {TrialState.COMPLETE: 1.0, TrialState.PRUNED: None}.get(state)
-    trial = create_trial(state=state, value=value, user_attrs=attrs)
+        attrs["resumed_at"] = 0.0 if after in ("", DROPPED) else attrs["paused_at"]
+    value = 1.0 if after == ENDED else None
+    trial = create_trial(state=STATES[after], value=value, user_attrs=attrs)
     trial.number = number
     return trial
 
@@ -86,7 +85,7 @@ def test_the_best_third_of_a_rung_continues(trials: Any, more_begin: bool, promo
 
 
 def test_trials_outside_limits_or_with_a_broken_precision_continue_last() -> None:
-    trials = (frozen(0, 0.9, limits={"peak_memory": 1.0}), frozen(1, 0.8), frozen(2, 0.1))
+    trials = (frozen(0, 0.9, peak_memory=1.0), frozen(1, 0.8), frozen(2, 0.1))
     standings, rungs = standings_of(PROMOTION, *trials, continues_last=lambda trial: trial.number == 1)
     assert standings.promoted(rungs, more_begin=True) == [2]
 
@@ -145,24 +144,31 @@ def test_a_rung_with_promotion_of_all_trials_is_not_used(num_trials: int, rungs:
     assert [share for share in (0.1, 0.3) if promotion.pauses_at(share, 0.0) == share] == rungs
 
 
+AT_RUNG = {"values": [0.5], "constraints": {"memory": 0.0}}
+
+
 @pytest.mark.parametrize(
-    ("attributes", "is_complete", "num_runs", "trained"),
+    ("attributes", "required"),
     [
-        ({}, False, 1, 0.1),
-        ({"paused_at": 0.1}, False, 1, 0.1),
-        ({"paused_at": 0.1, "resumed_at": 0.1}, False, 2, 0.3),
-        ({"paused_at": 0.3, "resumed_at": 0.3}, False, 3, 1.0),
-        ({"paused_at": 0.3, "resumed_at": 0.3}, True, 3, 1.0),
-        ({"paused_at": 0.1, "resumed_at": 0.1, "outcome_reason": BUDGET_SPENT}, False, None, None),
+        ({}, ""),
+        ({"paused_at": 0.1, "resumed_at": 0.1, "rungs": {"0.1": AT_RUNG}}, ""),
+        ({"paused_at": "soon"}, "`paused_at` of trial 3 must be a number"),
+        ({"resumed_at": None}, "`resumed_at` of trial 3 must be a number"),
+        *(
+            ({"rungs": rungs}, "`rungs` of trial 3 must be {share: {values: a number for each objective")
+            for rungs in (
+                *([AT_RUNG], {"x": AT_RUNG}, {"0.0": AT_RUNG}, {"1.0": AT_RUNG}, {"0.1": None}),
+                *({"0.1": {**AT_RUNG, "values": values}} for values in ([], [0.5, 0.5], ["x"], None)),
+                {"0.1": {**AT_RUNG, "constraints": {"memory": "much"}}},
+            )
+        ),
     ],
 )
-def test_the_measured_cost_of_a_trial(
-    attributes: dict[str, Any], is_complete: bool, num_runs: int | None, trained: float | None
-) -> None:
-    """A broken trial counts as if it had reached the next rung."""
-    rungs = {str(rung): {} for rung in (0.1, 0.3) if rung <= attributes.get("paused_at", 0.0)}
-    measured = measured_trial(PROMOTION, {**attributes, "rungs": rungs}, is_complete, (9.0, 6.0))
-    assert measured == (None if num_runs is None else Measured(9.0, 6.0, num_runs, trained))
+def test_changed_attributes_of_a_paused_trial_are_refused(attributes: Any, required: str) -> None:
+    trial = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
+    trial.number = 3
+    with pytest.raises(StorageError, match=re.escape(required)) if required else nullcontext():
+        check_attributes(trial, 1)
 
 
 DIRECTIONS = ("maximize", "minimize")
@@ -170,19 +176,8 @@ VALUES = [(0.1, 1.0), (0.3, 2.0), (0.2, 3.0), (0.5, 4.0), (0.4, 5.0), (0.9, 7.0)
 """The first front: 0, 1, 3 and 5; the second: 2, 4 and 6."""
 
 
-def trial_of(
-    number: int, values: tuple[float, float], resumed_at: float = 0.0, **constraints: float
-) -> FrozenTrial:
-    """A trial with these values at the rung 0.1; it has continued if `resumed_at` is 0.1."""
-    rungs = {"0.1": {"values": list(values), "constraints": constraints}}
-    attrs = {"rungs": rungs, "paused_at": 0.1, "resumed_at": resumed_at}
-    trial = create_trial(state=TrialState.RUNNING, user_attrs=attrs)
-    trial.number = number
-    return trial
-
-
-FRONTS = [trial_of(number, values) for number, values in enumerate(VALUES)]
-RESUMED = [trial_of(i, VALUES[i], resumed_at=0.1 if i in (5, 0) else 0.0) for i in range(7)]
+FRONTS = [(values,) for values in VALUES]
+RESUMED = [(values, RUNS) if number in (5, 0) else (values,) for number, values in enumerate(VALUES)]
 
 
 @pytest.mark.parametrize(
@@ -191,15 +186,14 @@ RESUMED = [trial_of(i, VALUES[i], resumed_at=0.1 if i in (5, 0) else 0.0) for i 
         (FRONTS, True, [5, 0]),  # two of seven, the ends of the front
         (FRONTS[:2], False, [1, 0]),
         (RESUMED, False, []),  # `keep` is one for each objective, and these two continue
-        ([*FRONTS, trial_of(7, (1.0, 0.5), memory=0.5)], True, [5, 0]),  # the best breaks a limit
-        ([trial_of(n, (n, n)) for n in range(60)], False, [59, 0]),  # one large front
+        ([*FRONTS, frozen(7, (1.0, 0.5), memory=0.5)], True, [5, 0]),  # the best breaks a limit
+        ([((n, n),) for n in range(60)], False, [59, 0]),  # one large front
     ],
 )
 def test_the_ends_of_the_front_are_promoted_first(
-    trials: list[FrozenTrial], more_begin: bool, expected: list[int]
+    trials: list[Any], more_begin: bool, expected: list[int]
 ) -> None:
-    standings = Standings(Promotion((0.1,), 3, 1, DIRECTIONS, num_trials=16))
-    rungs = standings.rungs(trials, lambda _: True)
+    standings, rungs = standings_of(Promotion((0.1,), 3, 1, DIRECTIONS, num_trials=16), *trials)
     promoted = standings.promoted(rungs, more_begin=more_begin)
     assert promoted[:2] == expected
     assert len(promoted) == max(len(expected), len(trials) // 3 if len(trials) > 8 else 0)

@@ -6,6 +6,8 @@ from typing import Any
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
+from optuna.pruners import BasePruner, MedianPruner, NopPruner, PatientPruner
+from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 from support.scripted_study import ScriptedStudy, best_at_1e_4
 from support.worker_process import SPACE, study
@@ -13,7 +15,13 @@ from support.worker_process import SPACE, study
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
 from hpo.study.sampling.device_sampler import WorkerDevice
-from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, Failures
+from hpo.study.sampling.feasible_sampler import (
+    MIN_INFEASIBLE_TRIALS,
+    AvoidRepeats,
+    Failures,
+    InfeasibleFilterSampler,
+)
+from hpo.study.sampling.samplers import build_pruner
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
@@ -35,6 +43,23 @@ def config_of(name: str, space: dict[str, Any] | None = None, **options: Any) ->
     return study(12, sampler={"name": name, "seed": 5, **options}, search_space=space or SPACE)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"name": "none"}, NopPruner),
+        ({"name": "promote", "keep": 2}, NopPruner),
+        ({"name": "median", "n_startup_trials": 7}, MedianPruner),
+        ({"name": "patient", "patience": 3}, PatientPruner),
+    ],
+)
+def test_a_pruner_is_optunas_with_its_options(config: dict[str, Any], expected: type[BasePruner]) -> None:
+    pruner = build_pruner(study(12, pruner=config).pruner)
+    assert type(pruner) is expected
+    assert {f"_{name}" for name in config} - {"_name", "_keep"} <= vars(pruner).keys()
+    assert getattr(pruner, "_n_startup_trials", 7) == 7
+    assert getattr(pruner, "_patience", 3) == 3
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_seed_and_worker_number_decide_the_configurations(name: str) -> None:
     config = config_of(name)
@@ -42,7 +67,9 @@ def test_seed_and_worker_number_decide_the_configurations(name: str) -> None:
     assert all(set(params) == set(config.search_space) for params in tried)
     assert len({str(params) for params in tried}) == 12 or name in ("tpe", "nsga2")
     assert ScriptedStudy(config).run(3) == tried[:3]
-    assert ScriptedStudy(config, worker_number=1).run(3) != tried[:3]
+    other = ScriptedStudy(config, worker_number=1).run(3)
+    assert other != tried[:3]
+    assert other == ScriptedStudy(config_of(name, seed=6)).run(3)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +94,17 @@ def test_no_configuration_is_tried_twice(space: dict[str, Any], size: int) -> No
     assert current.params[:size] == tried
 
 
+def test_a_repeated_configuration_is_changed_in_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ScriptedStudy(config_of("tpe", SMALL), lambda _: 0.5)
+    same = {"batch_size": 1, "epochs": 2, "max_length": 8}
+    monkeypatch.setattr(RandomSampler, "sample_independent", lambda *drawn: same[drawn[3]])
+    always = InfeasibleFilterSampler(RandomSampler(seed=0), seed=0)
+    current.study.sampler = AvoidRepeats(always, current.space, seed=0)
+    first, *others = current.run(6)
+    assert first == same
+    assert [len(params.items() - same.items()) for params in others] == [1] * 5
+
+
 def test_parameters_from_another_worker_are_kept() -> None:
     current = ScriptedStudy(config_of("tpe", CONDITIONAL))
     begun = {"fp_precision": "fp16", "batch_size": 16}
@@ -83,11 +121,12 @@ def test_parameters_from_another_worker_are_kept() -> None:
     assert len({str(sorted(params.items())) for params in current.params}) == 3
 
 
-def test_failed_trials_do_not_count_as_tried() -> None:
+@pytest.mark.parametrize("outcome", ["pruned", "invalid"])
+def test_failed_trials_do_not_count_as_tried(outcome: str) -> None:
     current = ScriptedStudy(config_of("tpe", BATCHES))
     _, first = current.ask()
-    pruned, second = current.ask()
-    current.end(pruned, "pruned")
+    ended, second = current.ask()
+    current.end(ended, outcome)
     failed, third = current.ask()
     current.end(failed, "failed")
     assert {params["batch_size"] for params in (first, second, third)} == {4, 8, 16}
@@ -129,51 +168,19 @@ def test_a_choice_with_three_failures_by_bad_luck_comes_back(name: str) -> None:
     assert num_seen > MIN_INFEASIBLE_TRIALS
 
 
-@pytest.mark.parametrize("name", LEARNING)
-def test_samplers_do_not_see_invalid_trials(name: str) -> None:
-    """A fault of the model, the data or a metric teaches nothing."""
-    current = ScriptedStudy(
-        config_of(name, n_startup_trials=2) if name != "nsga2" else config_of(name),
-        lambda params: "invalid" if params["fp_precision"] == "fp16" else best_at_1e_4(params),
-    )
-    tried = Counter(params["fp_precision"] for params in current.run(20))
-    assert tried["fp16"] > MIN_INFEASIBLE_TRIALS
-    sampler: Any = current.study.sampler
-    seen = sampler.view(current.study).trials
-    assert [trial.params["fp_precision"] for trial in seen].count("fp16") == 0
-    assert len(seen) == 20 - tried["fp16"]
-
-
-@pytest.mark.parametrize(
-    ("limit", "memory", "expected"), [(20, 80, True), (20, 20, False), (20, None, False), (None, 80, False)]
-)
-def test_a_failure_with_less_memory_is_not_avoided(
-    limit: int | None, memory: int | None, expected: bool
-) -> None:
-    storage, config = optuna.storages.InMemoryStorage(), config_of("tpe", BATCHES)
-    small = ScriptedStudy(config, lambda params: float(params["batch_size"]), storage=storage)
-    for _ in range(3):
-        small.study.enqueue_trial({"batch_size": 16})
-        small.end(small.ask()[0], "oom", telemetry={"device": {"memory_limit_bytes": limit}})
-    for batch_size in (4, 8):
-        small.run(batch_size=batch_size)
-    _, last = ScriptedStudy(config, storage=storage, device=WorkerDevice(memory_bytes=memory)).ask()
-    assert (last["batch_size"] == 16) == expected  # 4 and 8 were tried
-
-
 FP16 = ("fp_precision", "fp16")
 CHOICES = {
     "fp_precision": CategoricalDistribution(("fp32", "bf16", "fp16")),
     "batch_size": CategoricalDistribution((8, 16, 32)),
     "encoder": CategoricalDistribution(("a", "b")),
 }
-AT_RUNG = {"0.04": {"values": [0.5], "constraints": {}}}
+CHECKED = {"compatibility": {"checked_on": "CPU, torch 2"}}
 HEALS = {"finite_in_fp32": True, "precision": {"effective": "fp16"}}
 
 
 def trial(outcome: str, *rungs: float, telemetry: dict[str, Any] | None = None, **params: Any) -> FrozenTrial:
     """A trial that has reached these rungs; a `paused` one has not ended."""
-    params = {"fp_precision": "fp16", "batch_size": 8, **params}
+    params = {"batch_size": 8, "fp_precision": "fp16", **params}
     is_paused = outcome == "paused"
     state = TrialState.RUNNING if is_paused else TrialState[Outcome(outcome).optuna_state]
     return optuna.trial.create_trial(
@@ -189,6 +196,61 @@ def trial(outcome: str, *rungs: float, telemetry: dict[str, Any] | None = None, 
         },
         system_attrs={} if is_paused or not Outcome(outcome).infeasible else {"constraints:feasible": 1.0},
     )
+
+
+def memory(limit: int | None) -> dict[str, Any]:
+    return {"device": {"memory_limit_bytes": limit}}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "telemetry", "device", "expected"),
+    [
+        ("invalid", {}, {}, True),
+        ("oom", memory(100), {"memory_bytes": 105}, True),
+        ("oom", memory(100), {"memory_bytes": 104}, False),
+        ("oom", memory(100), {}, False),
+        ("oom", memory(None), {"memory_bytes": 105}, False),
+        ("complete", memory(100), {"memory_bytes": 105}, False),
+        ("unsupported", {}, {"left_out": {"bf16": ""}}, True),
+        ("unsupported", {}, {"left_out": {"fp16": ""}}, False),
+        ("unsupported", {}, {}, False),
+        ("nonfinite", CHECKED, {"left_out": {"bf16": ""}, "checked_on": "GPU, torch 2"}, False),
+        ("incompatible", CHECKED, {"checked_on": "GPU, torch 2"}, True),
+        ("incompatible", CHECKED, {"checked_on": "CPU, torch 2"}, False),
+        ("incompatible", CHECKED, {}, False),
+        ("incompatible", {}, {"checked_on": "GPU, torch 2"}, False),
+    ],
+)
+def test_a_trial_that_ended_for_a_reason_of_another_device_says_nothing(
+    outcome: str, telemetry: dict[str, Any], device: dict[str, Any], expected: bool
+) -> None:
+    assert WorkerDevice(**device).says_nothing(trial(outcome, telemetry=telemetry)) is expected
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_samplers_see_the_last_rung_of_a_running_trial_and_no_invalid_trial(name: str) -> None:
+    current = ScriptedStudy(config_of(name), lambda _: "invalid")
+    current.run(2)
+    running, _ = current.ask()
+    for step, value in enumerate((0.2, 0.5, 0.5, 0.9), start=1):
+        running.report(value, step)
+    limits = {"peak_memory_bytes": 1.0}
+    sampler: Any = current.study.sampler
+    for value, reports in ((0.5, {1: 0.2, 2: 0.5, 3: 0.5}), (0.7, {})):
+        rungs = {"0.04": {"values": [0.2]}, "0.12": {"values": [value], "constraints": limits}}
+        running.set_user_attr("rungs", rungs)
+        (seen,) = sampler.view(current.study).trials
+        assert (seen.state, seen.values, seen.constraints) == (TrialState.PRUNED, [value], limits)
+        assert seen.intermediate_values == reports
+
+
+def test_a_narrowed_sampler_hides_the_proposals_of_running_trials() -> None:
+    current = ScriptedStudy(config_of("tpe"), skipped={"fp16"})
+    for state, value in ((TrialState.RUNNING, None), (TrialState.COMPLETE, 0.5)):
+        kept = {"system_attrs": {"proposal": 1}}
+        current.study.add_trial(optuna.trial.create_trial(state=state, value=value, **kept))
+    sampler: Any = current.study.sampler
+    assert [seen.system_attrs for seen in sampler.view(current.study).trials] == [{}, {"proposal": 1}]
 
 
 def blamed(*trials: FrozenTrial) -> set[tuple[str, Any]]:
@@ -258,13 +320,14 @@ def test_a_paused_trial_clears_its_choices_of_early_failures(outcome: str) -> No
 @pytest.mark.parametrize("outcome", ["complete", "paused"])
 def test_a_precision_without_a_complete_trial_gets_a_tenth_of_the_starts(name: str, outcome: str) -> None:
     """It may still break. Before any trial is complete, nothing is known."""
-    current = ScriptedStudy(study(100, sampler={"name": name, "seed": 1}))
+    space = {name: SPACE[name] for name in ("fp_precision", "learning_rate")}
+    current = ScriptedStudy(study(100, sampler={"name": name, "seed": 1}, search_space=space))
 
     def start(**given: Any) -> str:
         if given:
             current.study.enqueue_trial(given)
         started, params = current.ask()
-        started.set_user_attr("rungs", AT_RUNG)
+        started.set_user_attr("rungs", {"0.04": {"values": [0.5], "constraints": {}}})
         if params["fp_precision"] == "fp32" and outcome == "complete":
             current.end(started, 0.5)
         return str(params["fp_precision"])

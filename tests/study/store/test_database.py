@@ -59,23 +59,21 @@ def test_options_of_sqlite(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert pragma == {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 7000}
 
 
+UNUSABLE = """sqlite://x.db sqlite:x.db sqlite:/x.db sqlite:///x.db,sqlite:///y.db sqlite:///x.db?timeout=3
+sqlite:///a%00b.db sqlite:///a.db,postgresql://u:secretpw1@h/db hpo.db runs/x /abs/x.sqlite3 me:secret@host/db
+sqlite:// sqlite:/// sqlite://// sqlite:///. sqlite:///absent/ sqlite:///:memory: sqlite3:///x.db mysql://
+sqlite+aiosqlite:///x.db postgresql:/me:secret@h/d postgresql+pg8000://me:secret@host/db
+postgresql://me:secret@host:port/db postgresql://me:secret%00@host/db postgresql://me:secret@secret@host/db"""
+
+
 @pytest.mark.parametrize(
     "url",
     [
-        *(
-            "sqlite://x.db",
-            "sqlite:x.db",
-            "sqlite:/x.db",
-            "sqlite:///x.db,sqlite:///y.db",
-            "sqlite:///x.db\n",
-        ),
-        *("sqlite:///a.db,postgresql://u:secretpw1@h/db", "sqlite:///x.db?timeout=3", "sqlite:///a%00b.db"),
-        *("hpo.db", "runs/x", "/abs/x.sqlite3", "me:secret@host/db", "postgresql:/me:secret@h/d"),
-        *(f"sqlite://{path}" for path in ("", "/", "//", "/.", "/absent/", "/:memory:")),
-        *("sqlite3:///x.db", "mysql://", "sqlite+aiosqlite:///x.db", "postgresql+pg8000://me:secret@host/db"),
-        *("postgresql://me:secret@host:port/db", "postgresql://me:secret%00@host/db"),
-        *(f"postgresql://me:{'secret' * 99}%00@host/db", " postgresql://host/db?password=a secret"),
-        *("postgresql://me:secret@secret@host/db", "postgresql://host/db?PASSWORD=my secret&a=b"),
+        *UNUSABLE.split(),
+        "sqlite:///x.db\n",
+        f"postgresql://me:{'secret' * 99}%00@host/db",
+        " postgresql://host/db?password=a secret",
+        "postgresql://host/db?PASSWORD=my secret&a=b",
         "postgresql://host/db?password=a\tsecret",
     ],
 )

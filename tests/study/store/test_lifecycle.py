@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ from support.worker_process import (
     run_until_killed,
     study,
     wait_for,
+    worker_on,
 )
 
 from hpo.config.search_space import suggest
 from hpo.errors import InputError, RunError
 from hpo.study.claims.ending import end_unfinished
-from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.claims.leases import Lease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
-from hpo.study.running.worker import WorkerOptions
 from hpo.study.store import schema
 from hpo.study.store.copy import OF_STUDY, OF_TRIAL, OURS, copy_study
 from hpo.study.store.lifecycle import delete_study, read_state, set_state, wait_for_workers
@@ -38,68 +38,48 @@ from hpo.study.store.optuna_internals import studies, tables, trials
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
+CONFIG = study(3)
 
-class Worker:
-    """A worker in a thread. Its trial lasts until the study is closed."""
 
-    def __init__(self, url: str, config: Any) -> None:
-        self.training = threading.Event()
-        self.summary: RunSummary | None = None
-        self._thread = threading.Thread(target=self._work, args=(url, config))
-        self._thread.start()
-        assert self.training.wait(60)
+def run_until_closed(storage: Storage, close: Callable[[], Any]) -> RunSummary:
+    """Be a worker whose trial closes the study, and waits until its worker knows."""
 
-    def _work(self, url: str, config: Any) -> None:
-        with open_storage(url) as storage:
-            storage.lease_seconds = 0.3
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        suggest(CONFIG.search_space, trial)
+        evaluate(storage, trial)
+        close()
+        wait_for(lease.study_closed.is_set)
+        return result("preempted")
 
-            def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
-                suggest(config.search_space, trial)
-                evaluate(storage, trial)
-                self.training.set()
-                wait_for(lease.study_closed.is_set)
-                return result("preempted")
-
-            self.summary = make_and_run(config, storage, execute, WorkerOptions(poll_seconds=0.05))
-
-    def left(self) -> RunSummary:
-        self._thread.join(60)
-        assert self.summary is not None
-        return self.summary
+    storage.lease_seconds = 0.3
+    return make_and_run(CONFIG, storage, execute)
 
 
 def test_paused_study_continues_its_trial(storage: Storage) -> None:
-    config = study(3)
-    create_or_resume_study(storage, config)
-    worker = Worker(storage.url, config)
-    assert set_state(storage, "tiny", "paused") == "open"
-    assert worker.left() == RunSummary("closed", {"preempted": 1})
+    summary = run_until_closed(storage, lambda: set_state(storage, "tiny", "paused"))
+    assert summary == RunSummary("closed", {"preempted": 1})
     assert wait_for_workers(storage, "tiny", 0) == []
-    assert run_trials(storage, config) == RunSummary("closed"), "no trial begins"
+    assert run_trials(storage, CONFIG) == RunSummary("closed"), "no trial begins"
     assert end_unfinished(storage, "tiny") == 0, "it is not cancelled"
     before = read_study(storage, "tiny")
     assert (before.state, before.counts) == ("paused", {"open": 3, "running": 0, "done": 0})
     assert [trial.outcome for trial in before.trials] == ["preempted"]
     assert set_state(storage, "tiny", "open") == "paused"
-    assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
+    assert run_trials(storage, CONFIG) == RunSummary("finished", {"complete": 3})
     after = read_study(storage, "tiny")
     assert after.trials[0].params == before.trials[0].params
     assert [trial.outcome for trial in after.trials] == ["complete"] * 3
 
 
 def test_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> None:
-    config = study(3)
-    create_or_resume_study(storage, config)
-    worker = Worker(storage.url, config)
-    set_state(storage, "tiny", "cancelled")
-    assert worker.left().ended == "closed"
+    assert run_until_closed(storage, lambda: set_state(storage, "tiny", "cancelled")).ended == "closed"
     assert end_unfinished(storage, "tiny") == 0, "the worker has done so"
     record = read_study(storage, "tiny")
     ended = [(trial.state, trial.outcome, trial.reason) for trial in record.trials]
     assert ended == [("FAIL", "preempted", "the study was cancelled")]
-    assert run_trials(storage, config) == RunSummary("closed")
+    assert run_trials(storage, CONFIG) == RunSummary("closed")
     set_state(storage, "tiny", "open")
-    assert run_trials(storage, config) == RunSummary("finished", {"complete": 3})
+    assert run_trials(storage, CONFIG) == RunSummary("finished", {"complete": 3})
     record = read_study(storage, "tiny")
     assert [trial.outcome for trial in record.trials] == ["preempted", *["complete"] * 3]
     assert record.counts == {"open": 0, "running": 0, "done": 3}
@@ -108,46 +88,50 @@ def test_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> None:
 def test_deletion_removes_all_rows_of_one_study(storage: Storage) -> None:
     run_trials(storage, study(1, name="other"))
     before = num_rows(storage)
-    config = study(3)
-    create_or_resume_study(storage, config)
-    worker = Worker(storage.url, config)
-    with pytest.raises(RunError, match="must have no worker, but has process"):
-        delete_study(storage, "tiny")
-    set_state(storage, "tiny", "cancelled")
-    worker.left()
+
+    def cancel() -> None:
+        with pytest.raises(RunError, match="must have no worker, but has process"):
+            delete_study(storage, "tiny")
+        set_state(storage, "tiny", "cancelled")
+
+    run_until_closed(storage, cancel)
     delete_study(storage, "tiny")
     assert num_rows(storage) == before
     with open_storage(storage.url) as fresh:
         assert read_state(fresh, "tiny") is None
-        assert run_trials(fresh, config).outcomes == {"complete": 3}
+        assert run_trials(fresh, CONFIG).outcomes == {"complete": 3}
 
 
 @pytest.fixture
-def other_url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'other.db'}"
+def source(sqlite_url: str) -> Iterator[Storage]:
+    """A database with a study of all kinds of rows."""
+    with open_storage(sqlite_url) as source:
+        filled(source)
+        yield source
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Storage]:
+    with open_storage(f"sqlite:///{tmp_path / 'other.db'}") as other:
+        yield other
 
 
 def test_copy_between_databases_and_back(
-    sqlite_url: str, storage_url: str, other_url: str, tmp_path: Path
+    source: Storage, storage_url: str, other: Storage, tmp_path: Path
 ) -> None:
-    target_url = f"sqlite:///{tmp_path / 'target.db'}" if storage_url == sqlite_url else storage_url
-    with (
-        open_storage(sqlite_url) as source,
-        open_storage(target_url) as target,
-        open_storage(other_url) as back,
-    ):
-        filled(source)
+    target_url = f"sqlite:///{tmp_path / 'target.db'}" if storage_url == source.url else storage_url
+    with open_storage(target_url) as target:
         before = contents(source)
-        for storage in (target, back):  # so that ids differ
+        for storage in (target, other):  # so that ids differ
             create_or_resume_study(storage, study(3, name="another")).add_trial(create_trial(value=1.0))
         assert copy_study(source, target, "tiny") == 6
         assert target.trial_counts("tiny") == {"open": 2, "running": 1, "done": 3}
         assert contents(target) == before
-        copy_study(target, back, "tiny")
-        assert contents(back) == before
+        copy_study(target, other, "tiny")
+        assert contents(other) == before
         assert contents(source) == before
         assert source.load_study("tiny").trials[3].state == TrialState.RUNNING
-        assert read_study(back, "another").name == "another"
+        assert read_study(other, "another").name == "another"
 
 
 def test_every_table_is_copied_or_excluded() -> None:
@@ -159,29 +143,26 @@ def test_every_table_is_copied_or_excluded() -> None:
     assert {table.name for table in tables} - optunas == copied
 
 
-def test_target_with_a_study_of_this_name_is_refused(sqlite_url: str, other_url: str) -> None:
-    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
-        filled(source)
-        create_or_resume_study(target, study(2))
-        with pytest.raises(InputError, match=r"has another study `tiny`\. Name another database"):
-            copy_study(source, target, "tiny")
-        optuna.delete_study(study_name="tiny", storage=target.optuna)  # like the dashboard
-        copy_study(source, target, "tiny")
-        assert contents(target) == contents(source)
-        with pytest.raises(InputError, match="holds the study `tiny` already"):
-            copy_study(source, target, "tiny")
+def test_target_with_a_study_of_this_name_is_refused(source: Storage, other: Storage) -> None:
+    create_or_resume_study(other, study(2))
+    with pytest.raises(InputError, match=r"has another study `tiny`\. Name another database"):
+        copy_study(source, other, "tiny")
+    optuna.delete_study(study_name="tiny", storage=other.optuna)  # like the dashboard
+    copy_study(source, other, "tiny")
+    assert contents(other) == contents(source)
+    with pytest.raises(InputError, match="holds the study `tiny` already"):
+        copy_study(source, other, "tiny")
 
 
-def test_study_with_a_live_worker_is_not_copied(sqlite_url: str, other_url: str) -> None:
-    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
-        with WorkerLease(source, create_or_resume_study(source, study(4)), max_retries=0) as worker:
-            set_state(source, "tiny", "paused")  # it may still train
-            with pytest.raises(InputError, match=r"`tiny` has 1\. `hpo pause tiny` lets them leave"):
-                copy_study(source, target, "tiny")
-            assert not target.has_study("tiny")
-            change_worker(source, worker, process_start="1")
-            copy_study(source, target, "tiny")
-        assert [worker.alive for worker in read_study(target, "tiny").workers] == [False]
+def test_study_with_a_live_worker_is_not_copied(storage: Storage, other: Storage) -> None:
+    with worker_on(storage, study(4)) as worker:
+        set_state(storage, "tiny", "paused")  # it may still train
+        with pytest.raises(InputError, match=r"`tiny` has 1\. `hpo pause tiny` lets them leave"):
+            copy_study(storage, other, "tiny")
+        assert not other.has_study("tiny")
+        change_worker(storage, worker, process_start="1")
+        copy_study(storage, other, "tiny")
+    assert [worker.alive for worker in read_study(other, "tiny").workers] == [False]
 
 
 def copy_and_die(source_url: str, target_url: str) -> None:
@@ -196,11 +177,10 @@ def copy_and_die(source_url: str, target_url: str) -> None:
         copy_study(source, target, "tiny")
 
 
-def test_killed_copy_leaves_nothing(sqlite_url: str, storage_url: str, other_url: str) -> None:
-    target_url = other_url if storage_url == sqlite_url else storage_url
-    with open_storage(sqlite_url) as source, open_storage(target_url) as target:
-        filled(source)
-        run_until_killed(copy_and_die, sqlite_url, target_url)
+def test_killed_copy_leaves_nothing(source: Storage, storage_url: str, other: Storage) -> None:
+    target_url = other.url if storage_url == source.url else storage_url
+    with open_storage(target_url) as target:
+        run_until_killed(copy_and_die, source.url, target_url)
         assert set(num_rows(target).values()) == {0}
         copy_study(source, target, "tiny")
         assert num_rows(target) == num_rows(source)
