@@ -16,6 +16,7 @@ from hpo.config.trial_settings import Encoder, Positive
 from hpo.section import Count, Section, Switch, Whole
 
 MAX_TRIALS = 1000
+MOST_TRIALS = 100_000  # the database has a row for each from the start
 """Largest number of trials of a study with a budget and without `n_trials`."""
 BUCKETS = ("s3://", "gs://")
 NOT_SHARED = (
