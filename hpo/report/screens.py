@@ -3,8 +3,6 @@
 Nothing here imports transformers, pandas or plotly, so `hpo status` starts faster.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import sleep

@@ -24,8 +24,6 @@ weights, and thousands of resamples are matrix products. A metric of the study's
 of truths and predictions. For it the rows themselves are stored, and each resample is a call.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 `TrialRun` trains with the loop of this package, `OwnTrial` with the training function of a study's code.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod
