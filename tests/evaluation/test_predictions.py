@@ -1,7 +1,5 @@
 """`hpo.compare_predictions`: verdicts, forms of input and refused input. Error rates: tests/benchmarks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -93,8 +91,6 @@ def test_rows_limit_an_rmse_by_the_errors_of_the_baseline() -> None:
     """The effect of a row is smallest for a poor model."""
     rows = [Example("", "x", {"t": n % 2}, {}, annotated=frozenset("t")) for n in range(100)]
     facts = label_facts([Task("t", "regression", primary="rmse")], rows, Question("t/rmse", 0.1))
-    assert facts is not None
-    assert facts.baseline is not None
     assert facts.row_bound == facts.baseline.row_bound == pytest.approx(10 * (26**0.5 - 5))
 
 

@@ -26,7 +26,7 @@ from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import snapshot
 from hpo.study.store.failures import decoded, definition_of, json_object
 from hpo.study.store.foreign import is_foreign
-from hpo.study.store.optuna_internals import ENDED_OUTSIDE, constraint
+from hpo.study.store.optuna_internals import CONSTRAINT, ENDED_OUTSIDE
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import COMPARISON_ATTR, Storage, count_trials
 
@@ -133,9 +133,9 @@ def _read_trials(
     for row in rows(optuna_internals.table_of_values, "objective"):
         values[row.trial_id].append(row.value)
     table = optuna_internals.system_attributes
-    for row in rows(table, "key", table.c.key.startswith("constraints")):
+    for row in rows(table, "key", table.c.key.startswith(CONSTRAINT)):
         value = decoded(row.value_json, f"`{row.key}` of trial {numbers[row.trial_id]}")
-        limits[row.trial_id] |= constraint(row.key, value)
+        limits[row.trial_id][row.key.removeprefix(CONSTRAINT)] = value
     for row in rows(optuna_internals.params, "param_id"):
         shown = f"`{row.param_name}` of trial {numbers[row.trial_id]}"
         value = decoded(row.distribution_json, shown, partial(_param, stored=row.param_value))
