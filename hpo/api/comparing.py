@@ -1,7 +1,5 @@
 """Plan and run the comparison of `hpo.Study.compare` on this machine."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Find the study and the database that a user names, and the folder for the output."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Small sections of a study file: model, budget, check of the precision, evaluation, checkpoints."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator

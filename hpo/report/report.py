@@ -4,8 +4,6 @@ The page opens offline, since plotly.js is inside, and its policy forbids it to 
 and trials is escaped.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -7,8 +7,6 @@
 - Wasted time is time in trials that ended as neither `complete` nor `pruned`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Creation of a study with its first trials, its resumption with allowed changes, its binding to data."""
 
-from __future__ import annotations
-
 import json
 import logging
 import uuid
