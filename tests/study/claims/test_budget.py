@@ -183,15 +183,15 @@ def test_budget_is_spent_at_its_last_second(storage: Storage, spent: float, is_s
 
 @pytest.mark.parametrize(("n_trials", "reason"), [(2, NOT_PROMOTED), (3, BUDGET_SPENT)])
 def test_paused_trial_ends_with_the_reason(storage: Storage, n_trials: int, reason: str) -> None:
-    """Two starts and a continuation of 5 s each spend 15 of 16 s. Another start does not fit."""
+    """Two starts and a continuation of 5 h each spend 15 of 16 h. Another start does not fit."""
     pruner = {"name": "promote", "starts": 0.5, "keep": 1}
-    with worker_within(storage, study(n_trials, pruner=pruner, budget={"hours": 16 / 3600})) as worker:
+    with worker_within(storage, study(n_trials, pruner=pruner, budget={"hours": 16})) as worker:
         for value, outcome in ((0.3, "paused"), (0.9, "paused"), (0.9, "complete")):
             lease, trial = begin(worker)
             evaluate(storage, trial, 1, value)
             if outcome == "paused":
                 lease.pause(0.5, [value])
-            lease.clock._last -= 5.0
+            lease.clock._last -= 5 * 3600.0
             worker.record_outcome(lease, result(outcome))
         assert worker.claim() is None
     paused, best = read_study(storage, "tiny").trials
