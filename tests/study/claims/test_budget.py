@@ -108,16 +108,18 @@ def test_each_device_of_a_trial_counts_and_a_shared_one_in_part(monkeypatch: pyt
 
 def test_time_of_all_workers_of_a_trial_is_spent(storage: Storage) -> None:
     """A continued trial adds to the time of its earlier workers, at each heartbeat and at its end."""
-    config, budget = config_of(PRUNERS[0], 100.0), StudyBudget("tiny")
+    config, budget = config_of(PRUNERS[0], 10_000.0), StudyBudget("tiny")
     with worker_on(storage, config, budget=budget) as worker:
-        for total in (30.0, 60.0, 90.0):
+        for total in (3000.0, 6000.0, 9000.0):
             lease, _ = begin(worker)
             assert lease.number == 0
-            lease.clock._last -= 30.0
-            if total == 30.0:
+            lease.clock._last -= 3000.0
+            lease._started -= 3000.0
+            if total == 3000.0:
                 worker._beat_once()
-            worker.record_outcome(lease, result("complete" if total == 90.0 else "preempted"))
-            assert storage.read(budget.left) == pytest.approx(100.0 - total, abs=5.0)
+            assert lease.active_seconds == pytest.approx(total, abs=100.0)
+            worker.record_outcome(lease, result("complete" if total == 9000.0 else "preempted"))
+            assert storage.read(budget.left) == pytest.approx(10_000.0 - total, abs=100.0)
 
 
 def frozen(number: int, state: TrialState, **values: Any) -> FrozenTrial:
