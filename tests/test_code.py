@@ -14,12 +14,11 @@ from support.command_line import finish, hpo_command, ok, saved_steps, start_hpo
 from support.jsonl_sets import write_set
 from support.own_code_studies import EXAMPLE, NOTED, TASKS, write
 from support.readme import README
-from support.tiny import CPU, ENCODER, write_study
+from support.tiny import executor_of, parts_of, write_study
 from support.worker_process import study
 
 import hpo
 from hpo.code import errors_of_code, name_code, use_code
-from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
 from hpo.errors import InputError
 from hpo.study.store.schema import studies
@@ -27,7 +26,6 @@ from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 from hpo.tasks.kind import KINDS
 from hpo.trial.compat import cache_key
-from hpo.trial.parts import TrialLoader, build_trial
 from hpo.trial.run import checkpoint_key
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -148,12 +146,11 @@ def test_caches_and_checkpoints_depend_on_the_code(tmp_path: Path) -> None:
     keys = []
     for number in range(2):
         (tmp_path / str(number)).mkdir()
-        config = load_study(write(tmp_path / str(number), EXAMPLE + f"\nCount.number = {number}\n"))
-        assert KINDS["count"].number == number, "the code of the last study is in use"  # type: ignore
-        resolved = resolve_study(config, CPU)
-        parts = build_trial(resolved, {"learning_rate": 1e-3}, TrialLoader(resolved, tmp_path / "runs"))
-        tokens = {path.name for path in (tmp_path / "runs" / "cache" / "tokens").iterdir() if path.is_dir()}
-        keys.append((checkpoint_key("key", parts), cache_key(parts), len(tokens)))
+        executor = executor_of(write(tmp_path / str(number), EXAMPLE + f"\nCount.number = {number}\n"))
+        assert KINDS["count"].number == number, "the code of the last study is in use"
+        parts = parts_of(executor, learning_rate=1e-3)
+        tokens = {path.name for path in tmp_path.glob(f"{number}/runs/cache/tokens/*/")}
+        keys.append((checkpoint_key("key", parts), cache_key(parts), tokens))
     assert all(one != other for one, other in zip(*keys, strict=True)), keys
     first = {"own_kind.py": name_code(str(tmp_path / "0" / "own_kind.py")).sha256}
     with pytest.raises(InputError, match=r"own_kind\.py: there is a kind of task `count` already"):
@@ -190,39 +187,31 @@ def test_batch_jobs_get_only_trusted_code(tmp_path: Path) -> None:
     assert module == "yaml"
 
 
-(README_CODE,) = re.findall(
-    r"```python\n(.*?)```", README.read_text().split("## Your own code", 1)[1].split("\n## ")[0], re.DOTALL
-)
+SECTION = README.read_text().split("## Your own code", 1)[1].split("\n## ")[0]
+(README_CODE,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 
 
 def test_code_of_the_readme(tmp_path: Path) -> None:
     """A study with it runs, is compared, exported, loaded and deployed."""
 
     def rows(size: int) -> list[dict[str, object]]:
-        texts = [("late again", "bad"), ("all is well", "good")] * (size // 2)
-        return [
-            {"id": f"{size}-{n}", "text": f"{text} {n}", "labels": {"topic": label}}
-            for n, (text, label) in enumerate(texts)
-        ]
+        posts = [("late again", "bad"), ("all is well", "good")] * (size // 2)
+        rows = ({"text": f"{text} {n}", "labels": {"topic": label}} for n, (text, label) in enumerate(posts))
+        return [{"id": f"{size}-{n}", **row} for n, row in enumerate(rows)]
 
     assert len(README_CODE.splitlines()) <= 22
     (tmp_path / "my_tasks.py").write_text(README_CODE)
     tasks = {"topic": {"kind": "single_label", "classes": ["bad", "good"]}}
     write_set(tmp_path / "rows", tasks, train=rows(60), validation=rows(24), test=rows(26))
-    write_study(
-        tmp_path,
-        code="my_tasks.py",
-        n_trials=2,
-        data={"source": "jsonl", "path": "rows"},
-        model={"encoder": ENCODER},
-        objective={"metric": "topic/worst_recall"},
-        training={"max_steps": 80, "batch_size": 8, "max_length": 16, "head_type": "gated", "loss": "poly1"},
-        search_space={
-            "gated.width": {"type": "int", "low": 4, "high": 16},
-            "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
-            "learning_rate": {"type": "float", "low": 2e-3, "high": 4e-3},
-        },
-    )
+    training = {"max_steps": 80, "batch_size": 8, "max_length": 16, "head_type": "gated", "loss": "poly1"}
+    space = {
+        "gated.width": {"type": "int", "low": 4, "high": 16},
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {"type": "float", "low": 2e-3, "high": 4e-3},
+    }
+    study = {"code": "my_tasks.py", "training": training, "search_space": space}
+    data, objective = {"source": "jsonl", "path": "rows"}, {"metric": "topic/worst_recall"}
+    write_study(tmp_path, **study, data=data, objective=objective)
     ok(finish(start_hpo(tmp_path, "run", "tiny.yaml")))
     assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete", "complete"]
 

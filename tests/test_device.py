@@ -1,6 +1,7 @@
 """The record of a device, memory, utilisation and energy."""
 
 import os
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.described_cpu import CPUS, describe_cpu
 from support.fake_nvml import FakeNvml, NVMLError
+from support.tiny import CPU
 
 from hpo.device import (
     DeviceInfo,
@@ -38,16 +41,33 @@ NVIDIA = DeviceInfo(type="cuda", name="H200", index=1, compute_capability=(9, 0)
 MEMORY_GPU = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=16 * 2**30)
 
 
-def machine(root: Path, cgroups: str, **limits: str) -> Path:
+CPUINFO = "model name : Example CPU\nflags : fpu avx2 amx_bf16\n\nmodel name : other\n"
+
+
+def machine(root: Path, cgroups: str = "", cpuinfo: str = CPUINFO, **limits: str) -> Path:
     """Write `/proc` and `/sys` of a machine. `limits` are paths below /sys/fs/cgroup."""
-    for path, content in {
-        "proc/self/cgroup": cgroups,
-        "proc/cpuinfo": "model name : Example CPU\nflags : fpu avx2 amx_bf16\n\nmodel name : other\n",
-        **{f"sys/fs/cgroup/{path}": content for path, content in limits.items()},
-    }.items():
+    files = {"proc/self/cgroup": cgroups, "proc/cpuinfo": cpuinfo}
+    files |= {f"sys/fs/cgroup/{path}": content for path, content in limits.items()}
+    for path, content in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(content)
     return root
+
+
+FEATURES = {
+    "avx2": {"avx2"},
+    "avx512_bf16": {"avx2", "avx512", "avx512_bf16"},
+    "avx512_fp16": {"avx2", "avx512", "avx512_fp16"},
+    "amx": {"avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16"},
+    "arm": {"arm_bf16", "arm_fp16"},
+}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_instructions_of_each_described_cpu(tmp_path: Path, cpu: str) -> None:
+    device = probe_device("cpu", machine(tmp_path, cpuinfo=describe_cpu(cpu, CPUINFO)))
+    assert device.cpu_features == FEATURES[cpu]
+    assert device.name == (platform.machine() if cpu == "arm" else "Example CPU")
 
 
 @pytest.mark.parametrize(
@@ -61,12 +81,10 @@ def machine(root: Path, cgroups: str, **limits: str) -> Path:
         ("", {}, 8, None),
     ],
 )
-def test_cgroups_limit_cores_and_memory(
-    tmp_path: Path, cgroups: str, limits: dict[str, str], cores: int, memory: int | None
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
-        device = probe_device("cpu", machine(tmp_path, cgroups, **limits))
+def test_limits(tmp_path: Path, monkeypatch: Any, cgroups: str, limits: Any, cores: int, memory: Any) -> None:
+    """Cgroups limit cores and memory."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    device = probe_device("cpu", machine(tmp_path, cgroups, **limits))
     assert (device.num_cores, device.name, device.device_id) == (cores, "Example CPU", "cpu")
     assert device.cpu_features == {"avx2", "amx_bf16"}
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -80,9 +98,9 @@ def test_threads_are_limited_to_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "set_num_threads", limits.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for cores in (3, 16):
-        limit_threads(DeviceInfo(type="cpu", name="CPU", num_cores=cores))
+        limit_threads(replace(CPU, num_cores=cores))
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    limit_threads(DeviceInfo(type="cpu", name="CPU", num_cores=3))
+    limit_threads(replace(CPU, num_cores=3))
     assert limits == [3]
 
 
@@ -99,17 +117,15 @@ def test_missing_kind_of_device(probe: Callable[[str], object], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("visible", "num_devices", "expected"),
     [
-        (None, 0, ()),
-        (None, 3, ("0", "1", "2")),
-        ("2, 0", 2, ("2", "0")),
-        ("0,1,-1,2", 2, ("0", "1")),  # CUDA stops at the first unknown one
-        ("MIG-a,MIG-b", 1, ("MIG-a", "MIG-b")),  # one process sees one of them
+        (None, 0, []),
+        (None, 3, ["0", "1", "2"]),
+        ("2, 0", 2, ["2", "0"]),
+        ("0,1,-1,2", 2, ["0", "1"]),  # CUDA stops at the first unknown one
+        ("MIG-a,MIG-b", 1, ["MIG-a", "MIG-b"]),  # one process sees one of them
     ],
 )
-def test_visible_devices_keep_their_names(
-    visible: str | None, num_devices: int, expected: tuple[str, ...]
-) -> None:
-    assert visible_devices(visible, num_devices) == expected
+def test_names_of_visible_devices(visible: str | None, num_devices: int, expected: list[str]) -> None:
+    assert [*visible_devices(visible, num_devices)] == expected
 
 
 @pytest.mark.parametrize(
@@ -159,9 +175,7 @@ def test_probe_of_an_amd_gpu(probed_gpu: Callable[..., DeviceInfo]) -> None:
     assert probed_gpu(hip="7.1", gcnArchName="").gcn_arch == "unknown"
 
 
-def test_torchrun_needs_a_gpu_for_each_process(
-    probed_gpu: Callable[..., DeviceInfo], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_needs_a_gpu_for_each_process(probed_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -173,11 +187,7 @@ def test_torchrun_needs_a_gpu_for_each_process(
         probed_gpu()
 
 
-@pytest.mark.parametrize(
-    "device",
-    [AMD, NVIDIA, DeviceInfo(type="cpu", name="CPU", cpu_features=frozenset({"avx2", "amx_bf16"}))],
-    ids=["AMD", "NVIDIA", "CPU"],
-)
+@pytest.mark.parametrize("device", [AMD, NVIDIA, replace(CPU, cpu_features=frozenset({"avx2", "amx_bf16"}))])
 def test_device_from_the_facts_of_a_trial(device: DeviceInfo) -> None:
     read = DeviceInfo.from_facts(device_facts(device, shared=False, memory_fraction=None))
     assert (read.kind, read.type, read.gcn_arch) == (device.kind, device.type, device.gcn_arch)
@@ -220,9 +230,7 @@ def test_energy_of_the_gpu_with_the_uuid(monkeypatch: pytest.MonkeyPatch, uuid: 
         (replace(NVIDIA, uuid="gone"), {}, "NVML does not report the energy of this H200 (Not Found)."),
     ],
 )
-def test_missing_energy(
-    monkeypatch: pytest.MonkeyPatch, device: DeviceInfo, options: dict[str, Any], reason: str
-) -> None:
+def test_missing_energy(monkeypatch: Any, device: DeviceInfo, options: Any, reason: str) -> None:
     counters = {"GPU-5ef": lambda: 1, "MIG-1": lambda: 1, "GPU-old": not_supported}
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(counters))
     counter = EnergyCounter(device, **options)
@@ -243,9 +251,8 @@ def test_memory_of_a_process() -> None:
     with pytest.raises(InputError, match=r"16 workers need 16 GiB .* but this Example GPU has 16 GiB"):
         memory_share(MEMORY_GPU, 16)
     assert [memory_limit(MEMORY_GPU, fraction) for fraction in (0.25, None)] == [4 * 2**30, 16 * 2**30]
-    cpu = DeviceInfo(type="cpu", name="Example CPU", total_memory_bytes=2**30)
-    assert memory_limit(cpu, 0.25) == 2**30, "the fraction is for GPUs"
-    assert memory_limit(replace(cpu, total_memory_bytes=0), None) is None
+    assert memory_limit(replace(CPU, total_memory_bytes=2**30), 0.25) == 2**30, "the fraction is for GPUs"
+    assert memory_limit(CPU, None) is None
 
 
 @pytest.mark.skipif(
@@ -257,15 +264,17 @@ def test_peak_memory_includes_freed_memory_until_its_reset(freed_is_kept: bool) 
     if freed_is_kept:
         disable_malloc_trim()
     device = probe_device("cpu")
-    release_free_memory(device)
-    reset_peak_memory(device)
-    before = peak_memory_bytes(device)
+
+    def reset_peak() -> int:
+        release_free_memory(device)
+        reset_peak_memory(device)
+        return peak_memory_bytes(device)
+
+    before = reset_peak()
     held = bytearray(os.urandom(1)) * 200_000_000
     del held
     assert peak_memory_bytes(device) - before > 150_000_000
-    release_free_memory(device)
-    reset_peak_memory(device)
-    assert peak_memory_bytes(device) - before < 100_000_000
+    assert reset_peak() - before < 100_000_000
 
 
 @pytest.mark.parametrize(

@@ -117,19 +117,13 @@ def test_the_tutorial_prints_its_lines(tmp_path: Path) -> None:
                 elif program == "cd":
                     folder /= words[0]
                 else:
-                    printed += subprocess.run(
-                        [program, *words], cwd=folder, capture_output=True, text=True, check=True
-                    ).stdout
+                    printed += subprocess.check_output([program, *words], cwd=folder, text=True)
     assert num_compared > 15
 
 
 def test_the_list_has_every_example_and_study(tmp_path: Path) -> None:
     shown = ok(hpo_command(tmp_path, "new")).out
     listed = ok(hpo_command(tmp_path, "new", "--json")).json["examples"]
-    studies = [path.stem for path in (ROOT / "studies").glob("*.yaml")]
-    assert (
-        set(listed)
-        == {*studies, *EXAMPLES}
-        == set(re.findall(r"^\| \[(\w+)\]", STUDIES.read_text(), re.MULTILINE))
-    )
+    known = {*(path.stem for path in (ROOT / "studies").glob("*.yaml")), *EXAMPLES}
+    assert set(listed) == known == set(re.findall(r"^\| \[(\w+)\]", STUDIES.read_text(), re.MULTILINE))
     assert all(f"  {name} " in shown and question in shown for name, question in listed.items())

@@ -9,11 +9,10 @@ import pytest
 import torch
 from support.command_line import hpo_command, ok
 from support.own_code_studies import TASKS, TRAINING, count_rows, write
-from support.tiny import CPU, TinyEncoder
+from support.tiny import TinyEncoder, executor_of, tiny_executor
 
 import hpo
 from hpo.code import use_code
-from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
 from hpo.config.trial_config import build_trial_config, parse_params
 from hpo.config.trial_settings import setting_of
@@ -21,7 +20,6 @@ from hpo.data.dataset import load_data
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.training.optim import build_optimizer, own_schedule
 from hpo.trial.best_model import export_checkpoint, split_predictions
-from hpo.trial.executor import Executor
 from hpo.trial.telemetry import StoredTrial
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -62,24 +60,23 @@ def pinball(kind, logits, target, options, _weight, _mask_BL):
 NUMBERS = TASKS | {"times": {"kind": "regression"}}
 
 
-def write_extended(folder: Path, source: str = EXTENSIONS, **changes: Any) -> Path:
+SPACE = {
+    "pooling": {"type": "categorical", "choices": ["mean", "power"]},
+    "power.exponent": {"type": "int", "low": 1, "high": 3, "when": {"pooling": "power"}},
+    "pinball.level": {"type": "float", "low": 0.05, "high": 0.95},
+}
+
+
+def write_extended(folder: Path, **changes: Any) -> Path:
     """Write a study with its own pooling and loss and their searched options."""
-    space = {
-        "pooling": {"type": "categorical", "choices": ["mean", "power"]},
-        "power.exponent": {"type": "int", "low": 1, "high": 3, "when": {"pooling": "power"}},
-        "pinball.level": {"type": "float", "low": 0.05, "high": 0.95},
-    }
-    given = {
-        "data": {"source": "jsonl", "path": "rows", "tasks": NUMBERS},
-        "training": TRAINING | {"loss": "pinball", "learning_rate": 3e-3},
-        "search_space": space,
-        "objective": {"metric": "times/r2"},
-    }
-    return write(folder, source, **(given | changes))
+    data = {"source": "jsonl", "path": "rows", "tasks": NUMBERS}
+    training = TRAINING | {"loss": "pinball", "learning_rate": 3e-3}
+    given = {"data": data, "training": training, "search_space": SPACE}
+    return write(folder, EXTENSIONS, **(given | changes))
 
 
 def test_pooling_and_loss_with_options(tmp_path: Path) -> None:
-    executor = Executor(resolve_study(load_study(write_extended(tmp_path)), CPU), tmp_path / "runs")
+    executor = executor_of(write_extended(tmp_path))
     executor.check_study()
     predicted = {}
     for name, exponent, level in (("low", 1, 0.1), ("high", 1, 0.9), ("cubed", 3, 0.9)):
@@ -102,9 +99,8 @@ def test_pooling_and_loss_with_options(tmp_path: Path) -> None:
 
 
 def test_options_are_settings(tmp_path: Path) -> None:
-    config = load_study(
-        write_extended(tmp_path, training={"loss": "pinball", "power.exponent": 2}, search_space={})
-    )
+    training = {"loss": "pinball", "power.exponent": 2}
+    config = load_study(write_extended(tmp_path, training=training, search_space={}))
     trial = build_trial_config(config, {}, "fp32")
     assert [setting_of(trial, name) for name in ("power.exponent", "pinball.level")] == [2, 0.5]
     assert parse_params(["pinball.level=0.25"]) == {"pinball.level": 0.25}
@@ -142,10 +138,8 @@ def polynomial(remaining, options):
 def test_optimizer_and_schedule_with_options(tmp_path: Path) -> None:
     """They are built for fp32 and bf16 weights, and a trial trains with them."""
     training = {"max_steps": 8, "max_length": 16, "optimizer": "heavy_ball", "schedule": "polynomial"}
-    sizes = {"num_train": 40, "num_validation": 8, "num_test": 8, "max_sentences": 2}
-    changes = {"data": {"source": "synthetic", "synthetic": sizes}, "objective": {"metric": "score"}}
-    study = load_study(write(tmp_path, OPTIMIZER, training=training, **changes))
-    executor = Executor(resolve_study(study, CPU), tmp_path)
+    (tmp_path / "own_kind.py").write_text(OPTIMIZER)
+    executor = tiny_executor(tmp_path, code="own_kind.py", training=training)
     result = executor.run({"fp_precision": "bf16-true", "learning_rate": 1e-3}, None, "")
     assert result.outcome == "complete", result.traceback
     option = {"heavy_ball.momentum": 0.9, "polynomial.power": 4.0}
@@ -156,8 +150,6 @@ def test_optimizer_and_schedule_with_options(tmp_path: Path) -> None:
         assert [built.param_groups[0][key] for key in ("momentum", "lr", "weight_decay")] == [0.9, 0.1, 0.2]
     assert own_schedule("polynomial", option)(0.5) == 0.0625
 
-
-# Sources of data
 
 SOURCE_TASKS = {"times": NUMBERS["times"], "tone": TASKS["tone"]}
 SOURCE = """
@@ -197,10 +189,8 @@ def test_database_cannot_name_files_of_a_source(tmp_path: Path, monkeypatch: pyt
     made.mkdir()
     here.mkdir()
     (made / "secret").write_text("a secret")
-    path = write(
-        made, SOURCE, data=POSTS | {"options": {"path": "secret", "size": 30}}, objective={"metric": "score"}
-    )
-    ok(hpo_command(made, "init", path.name))
+    data = POSTS | {"options": {"path": "secret", "size": 30}}
+    ok(hpo_command(made, "init", write(made, SOURCE, data=data, objective={"metric": "score"}).name))
     monkeypatch.delenv("HPO_ALLOW", raising=False)
     (here / "own_kind.py").write_text(SOURCE)
     worker = ("worker", "tiny", "--storage", f"sqlite:///{made}/runs/hpo.db", "--trust-code", "own_kind.py")

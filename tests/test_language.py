@@ -13,10 +13,8 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CLAUSE = re.compile(
-    r"^(of|as|those|that|what|where|whether|which|so|likewise|such|nor|beside|whose)\b", re.IGNORECASE
-)
-RELATIVE = re.compile(r"\b(that|which|what|those|who|whose|whom|whoever|whichever)\b", re.IGNORECASE)
+CLAUSE = re.compile(r"(?i)^(of|as|those|that|what|where|whether|which|so|likewise|such|nor|beside|whose)\b")
+RELATIVE = re.compile(r"(?i)\b(that|which|what|those|who|whose|whom|whoever|whichever)\b")
 
 
 class Text(NamedTuple):
@@ -51,9 +49,8 @@ def names(file: str, source: str) -> list[Text]:
 
 
 def sources(folder: str, pattern: str) -> list[tuple[str, str]]:
-    return [
-        (str(path.relative_to(ROOT)), path.read_text()) for path in sorted((ROOT / folder).rglob(pattern))
-    ]
+    files = sorted((ROOT / folder).rglob(pattern))
+    return [(str(file.relative_to(ROOT)), file.read_text()) for file in files]
 
 
 DOCSTRINGS = [text for source in sources("hpo", "*.py") for text in docstrings(*source)]

@@ -83,12 +83,9 @@ def test_a_file_imports_only_from_its_floor_and_below(file: Path) -> None:
 
 
 def test_rooms_of_study_import_downward() -> None:
-    climbing = set()
     for file in (file for file in FILES if file.parts[0] == "study"):
         rooms = {name.split(".")[1] for name in imported(file) if name.startswith("study.")}
-        if any(ROOMS.index(room) < ROOMS.index(file.parts[1]) for room in rooms):
-            climbing.add(file.as_posix())
-    assert not climbing
+        assert not [room for room in rooms if ROOMS.index(room) < ROOMS.index(file.parts[1])], file
 
 
 def test_no_circle_of_imports() -> None:
@@ -102,13 +99,9 @@ def test_imports_are_at_the_top_of_a_file() -> None:
     `Study` imports plotly and optuna-dashboard late, for a worker.
     """
     late_modules = (*packages_of_extras(), "hpo.api", "hpo.report.dashboard")
-    late = {
-        file.as_posix()
-        for file in FILES
-        if file.parts[0] not in ("cli", "__main__.py")
-        and any(not f"{name}.".startswith(late_modules) for name in late_imports(file))
-    }
-    assert not late
+    for file in FILES:
+        if file.parts[0] not in ("cli", "__main__.py"):
+            assert not [name for name in late_imports(file) if not f"{name}.".startswith(late_modules)], file
 
 
 def test_a_worker_loads_neither_plotly_nor_optuna_dashboard() -> None:
@@ -121,15 +114,10 @@ def test_a_worker_loads_neither_plotly_nor_optuna_dashboard() -> None:
 def test_only_the_kinds_of_task_know_their_names() -> None:
     """Code that depends on a task's kind asks the kind; the generator names the kinds of its own tasks."""
     of_kinds = {kind.__module__.removeprefix("hpo.") for kind in KINDS.values()}
-    naming, importing = set(), set()
-    for file in FILES:
+    for file in (file for file in FILES if file.parts[0] != "tasks"):
         constants = {node.value for node in ast.walk(tree_of(file)) if isinstance(node, ast.Constant)}
-        if file.parts[0] != "tasks" and constants & KINDS.keys():
-            naming.add(file.as_posix())
-        if file.parts[0] != "tasks" and imported(file) & of_kinds:
-            importing.add(file.as_posix())
-    assert naming == {"data/synthetic.py"}
-    assert not importing
+        assert not constants & KINDS.keys() or file.as_posix() == "data/synthetic.py", file
+        assert not imported(file) & of_kinds, file
 
 
 def test_only_the_search_and_the_database_know_optuna() -> None:

@@ -1,6 +1,7 @@
 """Finding out whether a GPU is lost."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,37 +16,20 @@ LOST = RuntimeError("CUDA error: unspecified launch failure\nCompile with `TORCH
 FULL = torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> None:
-    """Let the waits for the device end with these errors in turn."""
-    left = list(errors)
-
-    def synchronize(_: Any) -> None:
-        if error := left.pop(0):
-            raise error
-
-    monkeypatch.setattr(lost_device, "synchronize", synchronize)
-
-
 @pytest.mark.parametrize(
     ("errors", "lost"),
     [([LOST, LOST], True), ([None], False), ([LOST, None], False), ([FULL], False), ([LOST, FULL], False)],
 )
-def test_a_gpu_is_lost_if_it_fails_twice(
-    monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None], lost: bool
-) -> None:
-    answer(monkeypatch, *errors)
+def test_a_gpu_is_lost_if_it_fails_twice(monkeypatch: Any, errors: list[Any], lost: bool) -> None:
+    monkeypatch.setattr(lost_device, "synchronize", Mock(side_effect=errors))
     assert is_lost(META_GPU) == lost
 
 
 def test_errors_on_working_and_lost_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(monkeypatch, None, LOST, LOST)
+    monkeypatch.setattr(lost_device, "synchronize", Mock(side_effect=[None, LOST, LOST]))
     for device in (CPU, META_GPU):
         with pytest.raises(ZeroDivisionError), lost_device_raised(device):
             raise ZeroDivisionError
-    with (
-        pytest.raises(
-            DeviceLostError, match="cannot use the no GPU any more after RuntimeError: CUDA error: uns"
-        ),
-        lost_device_raised(META_GPU),
-    ):
+    said = "cannot use the no GPU any more after RuntimeError: CUDA error: uns"
+    with pytest.raises(DeviceLostError, match=said), lost_device_raised(META_GPU):
         raise LOST

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ import sqlalchemy as sa
 from sklearn.metrics import cohen_kappa_score
 from support.command_line import hpo_command, ok
 from support.own_code_studies import TASKS, count_rows, write
-from support.tiny import CPU
+from support.tiny import executor_of, parts_of
 from torch import nn
 
 import hpo
 from hpo.code import use_code
-from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study, stored_study
 from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import InputError
@@ -32,7 +32,6 @@ from hpo.tasks.kind import Task
 from hpo.training.metrics import row_statistics
 from hpo.trial.best_model import export_checkpoint, split_predictions
 from hpo.trial.executor import Executor
-from hpo.trial.parts import build_trial
 from hpo.trial.telemetry import Callbacks, StoredTrial
 
 pytestmark = pytest.mark.usefixtures("forgotten")
@@ -89,33 +88,31 @@ KINDS = {"times": {"kind": "regression"}, "tone": TASKS["tone"]}
 PLAIN = {"max_steps": 60, "batch_size": 8, "max_length": 16, "fp_precision": "fp32", "learning_rate": 5e-3}
 
 
+SIZE, WIDTH = {"type": "int", "low": 8, "high": 24}, {"type": "int", "low": 2, "high": 9}
+STUDY = {
+    "data": {"source": "jsonl", "path": "rows", "tasks": KINDS},
+    "model": {"encoder": "gru"},
+    "training": PLAIN | {"head_type.times": "wide"},
+    "search_space": {"gru.size": SIZE, "wide.width": WIDTH},
+    "objective": {"metric": "times/cost", "direction": "minimize"},
+    "constraints": {"tone/kappa": {"min": 0.5}},
+}
+"""A study with an own head, an own encoder and an own metric as its objective."""
+
+
 def write_models(folder: Path, source: str = MODELS, **changes: Any) -> Path:
-    """Write a study with an own head, an own encoder and an own metric as its objective."""
-    settings = {
-        "data": {"source": "jsonl", "path": "rows", "tasks": KINDS},
-        "model": {"encoder": "gru"},
-        "training": PLAIN | {"head_type.times": "wide"},
-        "search_space": {
-            "gru.size": {"type": "int", "low": 8, "high": 24},
-            "wide.width": {"type": "int", "low": 2, "high": 9},
-        },
-        "objective": {"metric": "times/cost", "direction": "minimize"},
-        "constraints": {"tone/kappa": {"min": 0.5}},
-    }
-    return write(folder, source, **(settings | changes))
+    return write(folder, source, **(STUDY | changes))
 
 
-def executor_of(folder: Path, source: str = MODELS, **changes: Any) -> Executor:
-    study = load_study(write_models(folder, source, **changes))
-    return Executor(resolve_study(study, CPU), folder / "runs")
+def own_executor(folder: Path, source: str = MODELS, **changes: Any) -> Executor:
+    return executor_of(write_models(folder, source, **changes))
 
 
 def test_head_is_searched_for_one_task(tmp_path: Path) -> None:
     space = {"head_type.tone": {"type": "categorical", "choices": ["linear", "wide"]}}
-    executor = executor_of(tmp_path, training=PLAIN | {"head_type": "mlp"}, search_space=space)
+    executor = own_executor(tmp_path, training=PLAIN | {"head_type": "mlp"}, search_space=space)
     for name, expected in {"wide": [nn.GELU, nn.Tanh], "linear": [nn.GELU]}.items():
-        parts = build_trial(executor.resolved, {"head_type.tone": name}, executor.loader)
-        modules = parts.model.heads.modules()
+        modules = parts_of(executor, **{"head_type.tone": name}).model.heads.modules()
         assert [type(one) for one in modules if isinstance(one, (nn.GELU, nn.Tanh))] == expected
     definition = json.loads(json.dumps(executor.study.definition()))
     assert stored_study("tiny", definition).definition() == executor.study.definition()
@@ -135,9 +132,7 @@ def test_head_is_searched_for_one_task(tmp_path: Path) -> None:
         ('@hpo.metric("kappa"', '@hpo.metric("accuracy"', "there is a metric `accuracy` already"),
     ],
 )
-def test_wrong_code_is_refused_before_the_study_is_stored(
-    tmp_path: Path, old: str, new: str, message: str
-) -> None:
+def test_wrong_code_is_refused_before_it_is_stored(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in MODELS
     space = {"head_type": {"type": "categorical", "choices": ["linear", "wide"]}}
     write_models(tmp_path, MODELS.replace(old, new), training=PLAIN, search_space=space)
@@ -146,25 +141,17 @@ def test_wrong_code_is_refused_before_the_study_is_stored(
     assert hpo_command(tmp_path, "status", "tiny").exit_code == 2, "nothing is stored"
 
 
-def examples_of(task: str, truths: list[Any]) -> list[Example]:
-    return [Example(str(n), "x", {task: one}, {}, annotated={task}) for n, one in enumerate(truths)]
-
-
-def through_the_database(statistics: Any, task: Task) -> Any:
-    with np.load(io.BytesIO(_packed({task.name: statistics})), allow_pickle=False) as archive:
-        return _of_task(archive, task)
-
-
 def test_own_metric_intervals_equal_scikit_learn(tmp_path: Path) -> None:
     """Resampled, with each row left out, and after the database."""
     load_study(write_models(tmp_path))
     task = Task("tone", "single_label", ("no", "yes"), primary="kappa")
     truths = [["no", "yes"][n % 3 == 0] for n in range(12)]
     predictions = [["no", "yes"][n % 4 == 0] for n in range(12)]
-    examples = examples_of("tone", truths)
+    examples = [Example("labelled", "x", {"tone": truth}, {}, annotated={"tone"}) for truth in truths]
     examples[4:4] = [Example("unlabelled", "x", {}, {})]
     statistics = row_statistics(task, [*predictions[:4], "yes", *predictions[4:]], examples)
-    stored = through_the_database(statistics, task)
+    with np.load(io.BytesIO(_packed({task.name: statistics})), allow_pickle=False) as archive:
+        stored: Any = _of_task(archive, task)
     for one in (statistics, stored):
         assert one.scores()["kappa"] == cohen_kappa_score(truths, predictions)
         without = one.scores_without_each()["kappa"]
@@ -185,9 +172,8 @@ def test_own_metric_is_primary(tmp_path: Path) -> None:
         tasks = KINDS | {task: KINDS[task] | {"primary_metric": metric}}
         return {"source": "jsonl", "path": "rows", "tasks": tasks}
 
-    executor = executor_of(
-        tmp_path, data=data("tone", "kappa"), training=PLAIN, objective={"metric": "score"}
-    )
+    study = {"data": data("tone", "kappa"), "training": PLAIN, "objective": {"metric": "score"}}
+    executor = own_executor(tmp_path, **study)
     executor.check_study()
     result = executor.run({"gru.size": 8, "wide.width": 2}, None, "")
     assert result.outcome == "complete", result.traceback
@@ -195,7 +181,7 @@ def test_own_metric_is_primary(tmp_path: Path) -> None:
     assert result.values == ((max(metrics["times"]["r2"], 0) + metrics["tone"]["kappa"]) / 2,)
     for name in ("cost", "kapa"):
         with pytest.raises(InputError, match=f"primary_metric: must be one of r2, but got `{name}`"):
-            executor_of(tmp_path, data=data("times", name), constraints={})
+            own_executor(tmp_path, data=data("times", name), constraints={})
 
 
 UNDEFINED = """
@@ -209,29 +195,20 @@ def rank(truths, predictions):
 """
 
 
-@pytest.mark.parametrize(
-    ("undefined", "outcome"), [((1,), "complete"), ((2,), "complete"), ((1, 2), "invalid")]
-)
+@pytest.mark.parametrize(("undefined", "end"), [((1,), "complete"), ((2,), "complete"), ((1, 2), "invalid")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_metric_must_be_defined_at_one_evaluation(
-    tmp_path: Path, undefined: tuple[int, ...], outcome: str, precision: str
-) -> None:
-    executor = executor_of(
-        tmp_path,
-        MODELS + UNDEFINED.replace("UNDEFINED_CALLS", str(undefined)),
-        training=PLAIN | {"max_steps": 4, "fp_precision": precision},
-        evaluation={"per_trial": 2},
-        search_space={},
-        objective={"metric": "tone/rank"},
-        constraints={},
-    )
+def test_metric_must_be_defined_once(tmp_path: Path, undefined: Any, end: str, precision: str) -> None:
+    source = MODELS + UNDEFINED.replace("UNDEFINED_CALLS", str(undefined))
+    study = {"training": PLAIN | {"max_steps": 4, "fp_precision": precision}, "evaluation": {"per_trial": 2}}
+    study |= {"search_space": {}, "objective": {"metric": "tone/rank"}, "constraints": {}}
+    executor = own_executor(tmp_path, source, **study)
     seen: list[tuple[float, ...]] = []
     executor.loader.__dict__["baseline"] = {}  # its computation would call the metric too
     result = executor.run({}, None, "", Callbacks(lambda scored: seen.append(scored.values)))
-    assert (result.outcome, len(seen)) == (outcome, 2), result.reason
+    assert (result.outcome, len(seen)) == (end, 2), result.reason
     assert [math.isnan(values[0]) for values in seen] == [call in undefined for call in (1, 2)]
-    assert result.values == ((0.5,) if outcome == "complete" else None)
-    if outcome == "invalid":
+    assert result.values == ((0.5,) if end == "complete" else None)
+    if end == "invalid":
         assert "tone/rank of an objective or a limit has no value" in result.reason
 
 
@@ -298,10 +275,8 @@ def test_export_loads_no_other_encoder(tmp_path: Path, name: str) -> None:
 
 
 def test_export_predicts_with_its_code_and_keeps_tied_weights(tmp_path: Path) -> None:
-    line = (
-        "        self.out = nn.Linear(size, 30522, bias=False)\n        self.out.weight = self.embed.weight\n"
-    )
-    executor = executor_of(tmp_path, MODELS.replace("        self.gru =", line + "        self.gru ="))
+    tied = "self.out = nn.Linear(size, 30522, bias=False); self.out.weight = self.embed.weight; self.gru ="
+    executor = own_executor(tmp_path, MODELS.replace("self.gru =", tied))
     params = {"gru.size": 8, "wide.width": 2, "max_steps": 4}
     result = executor.run(params, tmp_path / "trial", "key")
     metrics = result.telemetry["metrics"]
@@ -318,3 +293,63 @@ def test_export_predicts_with_its_code_and_keeps_tied_weights(tmp_path: Path) ->
     assert [one["times"].label for one in model.predict(texts)] == pytest.approx(expected, rel=1e-4)
     onnx = hpo.load(export_onnx(model, tmp_path / "onnx"), device="cpu", code=tmp_path / "own_kind.py")
     assert [one["times"].label for one in onnx.predict(texts)] == pytest.approx(expected, rel=1e-4)
+
+
+PARTS = """
+@hpo.pooling("first")
+def first(hidden_size, options):
+    return lambda hidden, mask: hidden[:, 0]
+
+
+@hpo.loss("plain", ["single_label"])
+def plain(kind, logits, target, options, class_weight, mask):
+    return nn.functional.cross_entropy(logits, target, reduction="sum")
+
+
+@hpo.optimizer("plain_sgd")
+def plain_sgd(groups, options):
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@hpo.schedule("flat")
+def flat(remaining, options):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("hidden[:, 0]", "hidden", "pooling: `first` must give (2, 48) of states (2, 3, 48), but gives"),
+        ("lambda hidden, mask: hidden[:, 0]", "None", "of states (2, 3, 48), but it is a NoneType"),
+        ('"sum")', '"sum").item()', "the loss `plain` must return a tensor with one number and"),
+        ('"sum")', '"sum").detach()', "the loss `plain` must return a tensor with one number and"),
+        ('"sum")', '"none")', "the loss `plain` must return a tensor with one number and"),
+        ("torch.optim.SGD(groups, lr=0.1)", "groups", "`plain_sgd` must be a torch.optim.Optimizer over"),
+        ("return 1.0", "return", "the schedule `flat` must return a number, but got `None`."),
+        ("return 1.0", "return 1 / 0", "own_kind.py:66: ZeroDivisionError: division by zero"),
+        ("return 1.0", "raise SystemExit(0)", "own_kind.py:66: SystemExit: 0"),
+        ("flat(remaining, options)", "flat(remaining)", "`flat` must take (remaining, options): "),
+    ],
+)
+def test_wrong_parts_are_refused_with_their_name(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in PARTS
+    named = {"pooling": "first", "loss": "plain", "optimizer": "plain_sgd", "schedule": "flat"}
+    source = MODELS + PARTS.replace(old, new)
+    with pytest.raises(InputError, match=re.escape(message)):
+        executor_of(tmp_path, source, training=PLAIN | named, search_space={}).check_study()
+
+
+def test_trial_with_an_error_of_a_metric_is_invalid(tmp_path: Path) -> None:
+    source = MODELS + UNDEFINED.replace("return", 'assert len(calls) < 3, "late"\n    return')
+    executor = executor_of(
+        tmp_path,
+        source.replace("UNDEFINED_CALLS", "()"),
+        training=PLAIN | {"max_steps": 4},
+        evaluation={"per_trial": 2},
+        search_space={},
+        constraints={},
+    )
+    executor.loader.__dict__["baseline"] = {}  # its computation would call the metric too
+    result = executor.run({}, None, "")
+    assert (result.outcome, "AssertionError: late" in result.reason) == ("invalid", True), result.reason

@@ -9,10 +9,8 @@ import torch
 
 from hpo.random_numbers import all_states, manual_seed, seed_all, set_all_states, step_seed
 
-GPU = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
+HAS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, HAS_GPU])
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -5,19 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support import readme as files
 from support.command_line import COMMANDS
-from support.readme import (
-    BEGIN,
-    CHANGELOG,
-    CLUSTER,
-    END,
-    PACKAGE,
-    README,
-    READMES,
-    REFERENCE,
-    ROOT,
-    with_reference,
-)
+from support.readme import README, READMES, ROOT
 
 import hpo
 from hpo.config.definition import CHANGEABLE
@@ -29,9 +19,9 @@ ALL = "\n".join(file.read_text() for file in READMES)
 
 
 def test_reference_matches_the_models() -> None:
-    text = REFERENCE.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1
-    assert with_reference(text) == text, "run `make reference`"
+    text = files.REFERENCE.read_text()
+    assert text.count(files.BEGIN) == text.count(files.END) == 1
+    assert files.with_reference(text) == text, "run `make reference`"
 
 
 def test_the_readme_is_short() -> None:
@@ -56,17 +46,15 @@ def test_make_targets_in_the_readmes_exist() -> None:
 
 def test_changeable_keys_are_listed() -> None:
     """Without those that `hpo compare` alone changes, in studies of its own."""
-    sentence = re.search(
-        r"A study is resumed by its name\.(.*?)may\s+change\.", CLUSTER.read_text(), re.DOTALL
-    )
-    assert sentence
+    resumed = r"A study is resumed by its name\.(.*?)may\s+change\."
+    (sentence,) = re.findall(resumed, files.CLUSTER.read_text(), re.DOTALL)
     keys = {key for key in CHANGEABLE if not key.startswith("comparison.")}
-    assert set(re.findall(r"`([a-z_.]+)`", sentence[1])) == keys
+    assert set(re.findall(r"`([a-z_.]+)`", sentence)) == keys
 
 
 def test_every_folder_of_the_package_has_its_line_in_the_layout() -> None:
     folders = {path.parent.name for path in (ROOT / "hpo").glob("*/__init__.py")}
-    assert set(re.findall(r"^hpo/(\w+) ", PACKAGE.read_text(), re.MULTILINE)) == folders
+    assert set(re.findall(r"^hpo/(\w+) ", files.PACKAGE.read_text(), re.MULTILINE)) == folders
 
 
 @pytest.mark.parametrize("file", sorted(set(re.findall(r"`((?:\w+/)*\w+\.py)`", ALL))))
@@ -93,9 +81,8 @@ def test_the_studies_load_and_say_how_long_they_take(name: str, path: Path) -> N
     assert study.name == name
     head = path.read_text().split("\nname:", 1)[0]
     assert f"# Command:  make hpo STUDY={name}" in head or path.parent.parent.name == "examples"
-    assert re.search(r"^# Question: \S", head, re.MULTILINE)
-    assert re.search(r"^# Command: +\S", head, re.MULTILINE)
-    assert re.search(r"^# Takes: +\S", head, re.MULTILINE)
+    for title in ("Question", "Command", "Takes"):
+        assert re.search(rf"^# {title}: +\S", head, re.MULTILINE)
 
 
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", ALL, re.DOTALL))
@@ -107,4 +94,4 @@ def test_the_study_files_of_the_readme_load(block: str, tmp_path: Path) -> None:
 
 
 def test_the_changelog_opens_with_this_version() -> None:
-    assert re.findall(r"^## (\S+)", CHANGELOG.read_text(), re.MULTILINE)[0] == hpo.__version__
+    assert re.findall(r"^## (\S+)", files.CHANGELOG.read_text(), re.MULTILINE)[0] == hpo.__version__

@@ -29,7 +29,7 @@ def commands() -> list[str]:
     """Each command, without comments and `.venv/bin/`."""
     found: list[str] = []
     for readme in READMES:
-        text = readme.read_text()
+        text = readme.read_text().replace(".venv/bin/", "")
         if readme != PACKAGE:  # whose block is a list of folders
             blocks = [block for language, block in _BLOCK.findall(text) if not language]
             found += [line for block in blocks for line in _lines(block)]
@@ -42,17 +42,13 @@ def commands() -> list[str]:
 
 def _lines(block: str) -> list[str]:
     lines = (shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines())
-    return [_normal(shlex.join(words)) for words in lines if words and words[0] != "export"]
+    return [shlex.join(words) for words in lines if words and words[0] != "export"]
 
 
 def _in_sentences(text: str) -> list[str]:
-    """Those that name at least one argument: the others name a program."""
+    """Return the commands with an argument. The others name a program."""
     codes = (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text))
-    return [_normal(code) for code in codes if " " in code and code.split()[0] in PROGRAMS]
-
-
-def _normal(line: str) -> str:
-    return line.replace(".venv/bin/", "")
+    return [code for code in codes if " " in code and code.split()[0] in PROGRAMS]
 
 
 WRITTEN = commands()
@@ -92,9 +88,6 @@ def test_commands_in_the_readmes_parse(line: str) -> None:
                 raise
 
 
-# make
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which `make` finds everything installed, with tiny studies under the names of ours."""
@@ -132,19 +125,10 @@ def write_own_data(studies: Path) -> None:
 def recipe(folder: Path, *words: str) -> list[list[str]]:
     """The commands that `make` would execute."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "HPO_STORAGE")}
-    done = subprocess.run(
-        ["make", "--no-print-directory", "--dry-run", *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.replace("\\\n", " ").splitlines()
+    command = ["make", "--no-print-directory", "--dry-run", *words]
+    printed = subprocess.check_output(command, cwd=folder, env=environment, text=True)
+    lines = printed.replace("\\\n", " ").splitlines()
     return [shlex.split(line) for line in lines if not line.startswith("make: ")]
-
-
-# hpo
 
 
 def test_a_reader_types(project: Path) -> None:

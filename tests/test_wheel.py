@@ -33,41 +33,31 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def hpo_of(installed: Path, folder: Path, *words: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(installed), "HPO_STORAGE": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "hpo", *words], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [sys.executable, "-m", "hpo", *words]
+    return subprocess.check_output(command, cwd=folder, env=environment, text=True)
 
 
 def test_the_wheel_holds_every_file_of_the_package(installed: Path) -> None:
-    names = [
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "hpo").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    ]
-    missing = [name for name in names if not (installed / name).is_file()]
-    assert missing == ["hpo/README.md"]
+    files = [path for path in (ROOT / "hpo").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    names = [str(path.relative_to(ROOT)) for path in files]
+    assert [name for name in names if not (installed / name).is_file()] == ["hpo/README.md"]
     assert (installed / "hpo/py.typed").is_file()
 
 
 def test_the_wheel_holds_the_studies(installed: Path) -> None:
-    expected = {
-        path.relative_to(STUDIES)
-        for path in STUDIES.rglob("*")
-        if path.is_file() and path.parent.name not in ("pictures", "__pycache__")
-    }
-    there = installed / "hpo" / "studies"
-    found = {path.relative_to(there) for path in there.rglob("*") if path.is_file()}
-    assert {path for path in found if "__pycache__" not in path.parts} == expected
+    def files(folder: Path) -> set[Path]:
+        paths = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        return {path for path in paths if path.parent.name != "__pycache__"}
+
+    pictures = {path for path in files(STUDIES) if path.parent.name == "pictures"}
+    assert files(installed / "hpo" / "studies") == files(STUDIES) - pictures
 
 
 @pytest.mark.slow
 def test_installed_studies_run_by_name_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     assert "topic" in hpo_of(installed, tmp_path, "check", "tickets"), "data beside an installed study"
-    assert "1 complete" in hpo_of(installed, tmp_path, "run", "own_loop", "--n-trials", "1"), (
-        "code beside one"
-    )
+    ran = hpo_of(installed, tmp_path, "run", "own_loop", "--n-trials", "1")
+    assert "1 complete" in ran, "code beside one"
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 

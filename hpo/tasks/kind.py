@@ -299,11 +299,8 @@ AnyKind = TypeVar("AnyKind", bound=type[Kind])
 def register(kind: AnyKind) -> AnyKind:
     """Make a kind known by its name: a decorator, `hpo.kind` in the code of a study.
 
-    Raises ValueError if another kind has the name, or the class has methods of an earlier version.
+    Raises ValueError if another kind has the name, or `from_cell` has other arguments.
     """
-    for old, new in (("problems", "min_labels, max_span_names and needed_key"), ("held", "label_names")):
-        if hasattr(kind, old):
-            raise ValueError(f"the kind `{kind.name}` has `{old}`, which was replaced. Define {new}.")
     try:
         signature(kind.from_cell).bind("a", "|", has_decimal_comma=False)
     except TypeError:

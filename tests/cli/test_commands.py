@@ -112,7 +112,6 @@ def test_train_prints_the_record_of_a_trial(ran: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("worker",), "Missing argument 'STUDY'"),
-        (("worker", "--idle-timeout", "3"), "Error: `hpo worker --idle-timeout` was removed. "),
         (("run", "tiny.yaml", "--timeout", "nan"), "must be a number of seconds > 0, but got nan"),
         (("run", "tiny.yaml", "--until", "2020-01-01T00:00"), "Error: --until must lie ahead, but got 2020"),
         (("run", "tiny.yaml", "--n-trials", "0"), "'--n-trials'"),

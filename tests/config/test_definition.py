@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny import study_of as study
 
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.config.study_file import study_files
@@ -12,10 +13,6 @@ from hpo.errors import StorageError, StudyChangedError
 
 STUDIES = Path(__file__).parents[2] / "studies"
 pytestmark = pytest.mark.usefixtures("forgotten")
-
-
-def study(**keys: Any) -> StudyConfig:
-    return StudyConfig.model_validate({"name": "s", "data": {"source": "synthetic"}, **keys})
 
 
 def stored(config: StudyConfig) -> dict[str, Any]:
@@ -111,9 +108,7 @@ def test_changed_value_is_refused(change: dict[str, Any], line: str) -> None:
         ("sampler", {"multivariate": False}, {"seed": 1}, {"n_startup_trials": 5}),
     ],
 )
-def test_sampler_and_pruner_may_change(
-    key: str, was: dict[str, Any], now: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_sampler_and_pruner_may_change(key: str, was: Any, now: Any, options: dict[str, Any]) -> None:
     made, config = (study(**({key: given} if given else {})) for given in (was, now))
     resumed = getattr(config.resumed(stored(made)), key)
     assert (resumed, resumed.options) == (getattr(config, key), options)

@@ -15,6 +15,9 @@ SPACE = {
 }
 
 
+BF16 = "first.1.fp_precision: fp_precision=bf16 is"
+
+
 def test_configurations_are_validated(tmp_path: Path) -> None:
     given = [{"fp_precision": "16-mixed", "init_scale": 8}, {"betas": [0.9, 0.98]}]
     config = load_study(write_study(tmp_path, search_space=SPACE, first=given))
@@ -29,16 +32,9 @@ def test_configurations_are_validated(tmp_path: Path) -> None:
         ([3, {}], ["first.0: must be a mapping of settings", "first.1: must be a mapping of settings"]),
         ([{"learning_rat": 1e-3}], ["first.0.learning_rat: The study does not search"]),
         ([{"learning_rate": "fast"}], ["first.0.learning_rate: must be a number, but got `fast`."]),
-        (
-            [{"learning_rate": 1}, {"fp_precision": "bf16"}],
-            [
-                "first.0.learning_rate: learning_rate=1 is outside",
-                "first.1.fp_precision: fp_precision=bf16 is",
-            ],
-        ),
+        ([{"learning_rate": 1}, {"fp_precision": "bf16"}], ["first.0.learning_rate: learning_rate=1", BF16]),
         ([{"init_scale": 8}], ["first.0.init_scale: init_scale is searched only with fp_precision=fp16."]),
         ({"top": 2}, ["first.study: must be given."]),
-        ({"study": "a", "csv": "b"}, ["first.csv: this key was removed. Copy that study into this database"]),
         ({"study": "a", "best": 2}, ["first.best: there is no such key."]),
     ],
 )

@@ -35,9 +35,8 @@ def test_violations_are_shares_of_limits() -> None:
     values = {"a": 12.0, "b": 400.0, "c": -0.25, "d": None}
     assert violations(limits, values) == {"a": 0.5, "b": pytest.approx(0.2), "c": 0.25, "d": 0.0}
     assert violation(violations(limits, values)) == pytest.approx(0.95)
-    assert broken_limits(limits, values) == (
-        "a must be <= 8, but is 12. b must be >= 500, but is 400. c must be >= 0 and <= 0.5, but is -0.25."
-    )
+    said = "a must be <= 8, but is 12. b must be >= 500, but is 400. c must be >= 0 and <= 0.5, but is -0.25."
+    assert broken_limits(limits, values) == said
     met = {"a": 8.0, "b": 500.0, "c": 0.5, "d": 1e9}
     assert set(violations(limits, met).values()) == {0.0, -1.0}
     assert not broken_limits(limits, met)

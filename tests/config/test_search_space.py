@@ -5,9 +5,9 @@ from typing import Any
 import optuna
 import pytest
 from optuna.distributions import FloatDistribution, IntDistribution
+from support.tiny import study_of
 
 from hpo.config.search_space import DISTRIBUTIONS, Distribution, parse_search_space, refusal, suggest
-from hpo.config.study_config import StudyConfig
 from hpo.study.store.optuna_internals import is_in
 
 CONDITIONS = {"dropout": [0.1], "fp_precision": "fp16"}
@@ -72,8 +72,7 @@ def test_optuna_stores_lists_and_mappings_as_json() -> None:
 
 def test_hash_ignores_order_and_spelling_alone() -> None:
     def space_hash(**changes: Any) -> str:
-        content = {"name": "s", "data": {"source": "synthetic"}, "search_space": RAW | changes}
-        return StudyConfig.model_validate(content).space_hash
+        return study_of(search_space=RAW | changes).space_hash
 
     same = space_hash(fp_precision={"type": "categorical", "choices": ["fp32", "bf16", "16-mixed"]})
     assert space_hash() == same

@@ -1,16 +1,50 @@
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from support.tiny import CPU
+from support.tiny import study_of as study
 
-from hpo.config.study_config import StudyConfig
+from hpo.config.resolved_study import resolve_study
 from hpo.config.trial_config import build_trial_config, parse_params
+from hpo.config.trial_settings import TrialSettings
 from hpo.errors import InputError
+from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS
+from hpo.models.multitask import _POOLINGS
 from hpo.precision.table import AmpConfig
+from hpo.tasks.kind import KINDS
+from hpo.training.optim import OPTIMIZERS, SCHEDULES
+
+SEARCHED = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]}}
 
 
-def study(**keys: Any) -> StudyConfig:
-    return StudyConfig.model_validate({"name": "s", "data": {"source": "synthetic"}, **keys})
+@pytest.mark.parametrize(
+    ("setting", "known"),
+    [
+        ("pooling", {*_POOLINGS, "attention"}),
+        ("attention", ATTENTION_IMPLEMENTATIONS),
+        ("optimizer", OPTIMIZERS),
+        ("schedule", SCHEDULES),
+        ("loss", {"auto", *(loss for kind in KINDS.values() for loss in kind.losses)}),
+    ],
+)
+def test_choices_of_setting_are_implemented(setting: str, known: Collection[str]) -> None:
+    assert set(get_args(TrialSettings.model_fields[setting].annotation)) == set(known)
+
+
+@pytest.mark.parametrize(
+    ("changes", "precisions"),
+    [
+        ({}, ("fp32",)),
+        ({"amp": {"preset": "ultra"}}, ("bf16",)),
+        ({"training": {"fp_precision": "fp16"}, "amp": {"preset": "ultra"}}, ("fp16",)),
+        ({"search_space": SEARCHED, "amp": {"preset": "ultra"}}, ("fp32", "bf16", "fp16")),
+    ],
+)
+def test_preset_decides_open_precision(changes: dict[str, Any], precisions: tuple[str, ...]) -> None:
+    """The described CPU supports only fp32 natively, which is the choice of the preset `auto`."""
+    assert resolve_study(study(**changes), CPU).precisions == precisions
 
 
 def test_default_precision_is_last_choice() -> None:
@@ -29,9 +63,7 @@ def test_default_precision_is_last_choice() -> None:
         ({"epochs": None, "max_steps": 5}, {}, (None, 5, None)),
     ],
 )
-def test_trial_has_one_budget(
-    training: dict[str, Any], params: dict[str, Any], budget: tuple[float | None, ...]
-) -> None:
+def test_trial_has_one_budget(training: dict[str, Any], params: dict[str, Any], budget: Any) -> None:
     config = build_trial_config(study(training=training), params, "fp32")
     assert (config.epochs, config.max_steps, config.max_seconds) == budget
 
@@ -77,18 +109,10 @@ def test_params_may_be_stored_ones() -> None:
 
 
 def test_parse_params_of_command_line() -> None:
-    given = ["fp_precision=bf16-mixed", "learning_rate=3e-5", "betas=[0.9, 0.95]", "compile=none"]
-    given += ["gradient_checkpointing=yes", "loss_weight.criteria=2", "dropout=null", "init_scale=1024"]
-    assert parse_params(given) == {
-        "fp_precision": "bf16",
-        "learning_rate": 3e-5,
-        "betas": (0.9, 0.95),
-        "compile": "none",
-        "gradient_checkpointing": True,
-        "loss_weight.criteria": 2.0,
-        "dropout": None,
-        "init_scale": 1024.0,
-    }
+    given = {"fp_precision=bf16-mixed": "bf16", "learning_rate=3e-5": 3e-5, "betas=[0.9, 0.95]": (0.9, 0.95)}
+    given |= {"compile=none": "none", "gradient_checkpointing=yes": True, "loss_weight.criteria=2": 2.0}
+    given |= {"dropout=null": None, "init_scale=1024": 1024.0}
+    assert parse_params([*given]) == {text.partition("=")[0]: value for text, value in given.items()}
 
 
 def test_all_wrong_params_are_reported() -> None:

@@ -32,8 +32,8 @@ ROWS = [
 ]
 
 
-def tokenized(max_length: int = 64, stride: int = 0, long_text: str = "truncate") -> TokenizedSplit:
-    return tokenize_split(ROWS, TASKS, tiny_tokenizer("wordpiece"), Windowing(max_length, long_text, stride))
+def tokenized() -> TokenizedSplit:
+    return tokenize_split(ROWS, TASKS, tiny_tokenizer("wordpiece"), Windowing(64))
 
 
 def test_layout_of_targets() -> None:
@@ -65,22 +65,17 @@ def test_layout_of_targets() -> None:
         *[(65, 512, 80), (128, 512, 128), (129, 512, 160), (300, 512, 320), (300, 310, 310)],
     ],
 )
-def test_lengths_are_padded_to_few_values_within_the_maximum(
-    longest: int, max_length: int, padded: int
-) -> None:
+def test_lengths_are_padded_to_few_values(longest: int, max_length: int, padded: int) -> None:
     assert padded_length(longest, max_length) == padded
 
 
 def test_a_batch_is_padded_to_its_longest_window() -> None:
-    tokenizer = tiny_tokenizer("wordpiece")
-    split = tokenized()
+    tokenizer, split = tiny_tokenizer("wordpiece"), tokenized()
     batch = collate(split, [2, 0], (), pad_id=9)
-    assert batch.targets == {}
     ids = [tokenizer(ROWS[row].text)["input_ids"] for row in (2, 0)]
     assert batch.input_ids_BL.tolist() == [ids[0] + [9] * 5, ids[1] + [9]]
     assert batch.attention_mask_BL.tolist() == [[1] * 3 + [0] * 5, [1] * 7 + [0]]
-    assert batch.type_ids_BL is None
-    assert batch.num_tokens == 10
+    assert (batch.targets, batch.type_ids_BL, batch.num_tokens) == ({}, None, 10)
     assert batch.windows_B.tolist() == [2, 0]
     assert batch.input_ids_BL.dtype == batch.attention_mask_BL.dtype == torch.int64
     exact = collate(replace(split, has_few_lengths=False), [2, 0], (), pad_id=9)

@@ -13,11 +13,8 @@ TASKS = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
 
 
 def rows(count: int, first: int = 0, **more: Any) -> list[dict[str, Any]]:
-    tone = ("calm", "angry")
-    return [
-        {"id": f"row{i}", "text": f"text {i}", "labels": {"tone": tone[i % 2]}, **more}
-        for i in range(first, first + count)
-    ]
+    numbers, tone = range(first, first + count), [{"tone": "calm"}, {"tone": "angry"}]
+    return [{"id": f"row{i}", "text": f"text {i}", "labels": tone[i % 2], **more} for i in numbers]
 
 
 def ids(dataset: DataSet, split: str) -> list[str]:
@@ -41,9 +38,8 @@ def test_a_row_becomes_an_example(tmp_path: Path) -> None:
         "names": {"kind": "token_classification", "span_names": ["person", "place"]},
         "proof": {"kind": "span_per_label", "span_names": ["work"], "evidence_for": "topics"},
     }
-    dataset = load_set(
-        write_set(tmp_path, tasks, train=[line], validation=[{**line, "id": "v", "group": None}])
-    )
+    write_set(tmp_path, tasks, train=[line], validation=[{**line, "id": "v", "group": None}])
+    dataset = load_set(tmp_path)
     example = dataset.splits["train"][0]
     assert (example.id, example.text, example.group) == ("a", "Who? Ann, café.", "g")
     assert example.labels == {"tone": "calm", "topics": [], "grade": 2.0}

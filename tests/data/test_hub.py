@@ -14,10 +14,7 @@ from hpo.data.dataset import DataSet, load_data
 from hpo.errors import DataError
 
 SPLITS = ("train", "validation")
-FILES: dict[str, Any] = {
-    "config_name": "default",
-    "data_files": [{"split": split, "path": f"{split}.*"} for split in SPLITS],
-}
+FILES = [{"split": split, "path": f"{split}.*"} for split in SPLITS]
 LABEL = {"class_label": {"names": {"0": "calm", "1": "angry"}}}
 
 
@@ -45,14 +42,12 @@ def hub(folder: Path, **more: Any) -> DataSet:
     return load(source="hub", hub={"name": str(folder)}, **at, **more)
 
 
-def texts(dataset: DataSet) -> list[str]:
-    return [row.text for row in dataset.splits["train"]]
-
-
 def test_settings_of_the_study_replace_the_card(folder: Path) -> None:
     write_csv(folder, "id^text^t", "{}1^caf\u00e9^a", "{}2^two^b", encoding="cp1252")
-    write_card(folder, {"configs": [{**FILES, "sep": ",", "encoding": "utf-8", "engine": "python"}]})
-    assert texts(hub(folder, csv={"delimiter": "^", "encoding": "cp1252"})) == ["caf\u00e9", "two"]
+    form = {"sep": ",", "encoding": "utf-8", "engine": "python"}
+    write_card(folder, {"configs": [{"config_name": "default", "data_files": FILES, **form}]})
+    rows = hub(folder, csv={"delimiter": "^", "encoding": "cp1252"}).splits["train"]
+    assert [row.text for row in rows] == ["caf\u00e9", "two"]
 
 
 @pytest.mark.parametrize("cells", [["1.0", "", "angry ", "0"], ["angry", " ", "1", "calm"]])

@@ -28,9 +28,7 @@ def sampling_of(temperature: float = 1.0, **weights: float) -> SourceSampling:
         (1, {"small": 1e-9}, (100, 0)),
     ],
 )
-def test_shares_follow_temperature_and_weights(
-    temperature: float, weights: dict[str, float], drawn: tuple[int, int]
-) -> None:
+def test_shares_of_sources(temperature: float, weights: dict[str, float], drawn: tuple[int, int]) -> None:
     assert sampling_of(temperature, **weights).drawn_S == drawn
 
 
@@ -39,10 +37,7 @@ def test_sources_are_counted_in_windows() -> None:
     sampling = source_sampling(split, {"a": 1, "b": 2}, 1.0, {})
     assert sampling is not None
     assert sampling.sizes_S == (3, 3)
-    assert sampling.facts() == {
-        "a": {"num_windows": 3, "windows_per_epoch": 3},
-        "b": {"num_windows": 3, "windows_per_epoch": 3},
-    }
+    assert sampling.facts() == {name: {"num_windows": 3, "windows_per_epoch": 3} for name in "ab"}
     assert sampling.drawn_shares(0, np.array([], dtype=np.int64)) == {"a": 0.0, "b": 0.0}
     assert sampling.drawn_shares(1, np.array([0, 2])) == {"a": 5 / 8, "b": 3 / 8}
 

@@ -1,5 +1,8 @@
-"""Rows and paths of csv and jsonl files."""
+"""Rows, paths and encodings of csv and jsonl files."""
 
+import csv
+import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,6 @@ from hpo.config.data_config import DataConfig
 from hpo.data.dataset import DataSet
 from hpo.data.sources import located
 from hpo.errors import DataError
-
-TASKS = {
-    "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
-    "names": {"kind": "token_classification", "span_names": ["person", "place"]},
-}
 
 
 def one_csv(folder: Path, header: str, *rows: str, tasks: dict[str, Any], **columns: Any) -> DataSet:
@@ -32,19 +30,11 @@ def test_row_numbers_are_the_default_ids(tmp_path: Path) -> None:
 
 
 def test_an_empty_cell_of_spans_is_not_annotated(tmp_path: Path) -> None:
-    tasks = {
-        "names": {"kind": "token_classification", "span_names": ["person"]},
-        "places": {"kind": "token_classification", "span_names": ["place"]},
-    }
-    dataset = one_csv(
-        tmp_path,
-        "text,person,place",
-        'Ann in Rome,"[[0, 3]]","[[7, 11]]"',
-        'Ann in Rome,"[[0, 3]]",',
-        "Ann in Rome,,[]",
-        tasks=tasks,
-        spans={"names": "person", "places": "place"},
-    )
+    columns = {"names": "person", "places": "place"}
+    tasks = {task: {"kind": "token_classification", "span_names": [name]} for task, name in columns.items()}
+    cells = ('"[[0, 3]]","[[7, 11]]"', '"[[0, 3]]",', ",[]")
+    rows = (f"Ann in Rome,{spans}" for spans in cells)
+    dataset = one_csv(tmp_path, "text,person,place", *rows, tasks=tasks, spans=columns)
     annotated = [sorted(example.annotated) for example in dataset.splits["train"]]
     assert annotated == [["names", "places"], ["names"], ["places"]]
     assert dataset.splits["train"][0].spans == {"person": [(0, 3)], "place": [(7, 11)]}
@@ -71,7 +61,8 @@ def test_null_keys_of_jsonl_are_absent_keys(tmp_path: Path) -> None:
     nulls = {"id": "b", "text": "Ann", "labels": {"tone": None}, "spans": {"person": None, "place": None}}
     absent = {"id": "c", "text": "Ann", "labels": {}, "spans": {}, "segments": None, "group": None}
     calm = {"id": "d", "text": "Ann", "labels": {"tone": "angry"}}
-    tasks = {name: TASKS[name] for name in ("tone", "names")}
+    tasks = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
+    tasks["names"] = {"kind": "token_classification", "span_names": ["person", "place"]}
     rows = [full, {**nulls, "alt_spans": {"person": None}, "segments": {"q": None}}, absent, calm]
     write_set(tmp_path, tasks, train=rows, validation=[{**row, "id": f"v{row['id']}"} for row in rows])
     _, of_nulls, of_absent, _ = load_set(tmp_path).splits["train"]
@@ -79,3 +70,59 @@ def test_null_keys_of_jsonl_are_absent_keys(tmp_path: Path) -> None:
         assert getattr(of_nulls, name) == getattr(of_absent, name), name
     with pytest.raises(DataError, match=r"`segments` must have `q`"):
         load_set(tmp_path, pair_segments=["q", "r"])
+
+
+SPLITS = ("train", "validation")
+TASKS: dict[str, Any] = {
+    "tone": {"kind": "single_label", "classes": ["freundlich", "ärgerlich"]},
+    "tags": {"kind": "multi_label", "classes": ["spät", "teuer", "defekt"]},
+    "grade": {"kind": "regression"},
+}
+COLUMNS: dict[str, Any] = {"text": "Text", "labels": {"tone": "Ton", "tags": "Schlagwörter", "grade": "Note"}}
+ROWS = [
+    ["Text", "Ton", "Schlagwörter", "Note"],
+    ["Schön, aber spät; Gerät für 5 €", "freundlich", "spät|teuer", "2,5"],
+    ['Größer als "groß"\nund kaputt', "ärgerlich", '["defekt"]', "-1"],
+    ["Alles gut", "freundlich", "", ""],
+    ["Ohne Ton", "", "teuer", "3"],
+]
+EXPECTED = [
+    {"tone": "freundlich", "tags": ["spät", "teuer"], "grade": 2.5},
+    {"tone": "ärgerlich", "tags": ["defekt"], "grade": -1.0},
+    {"tone": "freundlich", "tags": []},
+    {"tags": ["teuer"], "grade": 3.0},
+]
+
+
+def excel(rows: list[list[str]], delimiter: str = ";", separator: str = "|") -> str:
+    """Write rows like Excel: CRLF, and quotes where they are needed."""
+    file = io.StringIO()
+    writer = csv.writer(file, delimiter=delimiter)
+    writer.writerows([cell.replace("|", separator) for cell in row] for row in rows)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "delimiter", "form", "said"),
+    [
+        ("utf-8-sig", ";", {}, "read with `;`"),
+        ("cp1252", ";", {"encoding": "cp1252", "list_separator": ","}, "read with `;`"),
+        ("utf-16", "\t", {"encoding": "utf-16", "delimiter": "tab"}, ""),
+        ("utf-16-le", ";", {"encoding": "utf-16-le", "delimiter": ";"}, ""),
+        ("utf-8", ";", {"encoding": "latin-1"}, "read with `;`"),  # the bytes are UTF-8
+        ("utf-8", ";", {"delimiter": ","}, "read with `;`, not as `data.csv` says"),
+    ],
+)
+def test_files_of_a_german_excel(
+    encoding: str, delimiter: str, form: dict[str, str], said: str, tmp_path: Path, caplog: Any
+) -> None:
+    caplog.set_level(logging.INFO, logger="hpo.data")
+    content = excel(ROWS, delimiter, form.get("list_separator", "|")).encode(encoding)
+    for split in SPLITS:
+        (tmp_path / f"{split}.csv").write_bytes(content)
+    dataset = load_set(tmp_path, "csv", tasks=TASKS, columns=COLUMNS, csv=form)
+    for split in SPLITS:
+        assert [example.labels for example in dataset.splits[split]] == EXPECTED
+        assert [example.text for example in dataset.splits[split]] == [row[0] for row in ROWS[1:]]
+    told = [message for message in caplog.messages if "read with" in message]
+    assert told == ([f"{tmp_path / split}.csv: {said}" for split in SPLITS] if said else [])

@@ -33,7 +33,7 @@ def test_words_end_where_their_script_ends_them(text: str, start: int, end: int,
 
 def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
     tasks = {"who": {"kind": "token_classification", "span_names": ["name"]}}
-    rows = [{"id": f"r{n}", "text": "so Ann\nmet", "spans": {"name": [[2, 5]]}} for n in range(4)]
-    write_set(tmp_path, tasks, train=rows, validation=[{**row, "id": f"v{row['id']}"} for row in rows])
+    rows = [{"id": f"r{n}", "text": "so Ann\nmet", "spans": {"name": [[2, 5]]}} for n in range(8)]
+    write_set(tmp_path, tasks, train=rows[:4], validation=rows[4:])
     (task,) = data_facts(load_set(tmp_path)).tasks
     assert task.odd_spans == OddSpans(num_spans=8, num_odd=8, row="r0", excerpt="so[ An]n met")

@@ -45,9 +45,7 @@ def write(folder: Path, reader: str, split: str, columns: Columns) -> None:
     path = folder / f"{split}.{suffix}"
     if suffix == "csv":
         with path.open("w", newline="") as file:
-            csv.writer(file).writerows(
-                [list(table), *([text(cell) for cell in row.values()] for row in rows)]
-            )
+            csv.writer(file).writerows([list(table), *(map(text, row.values()) for row in rows)])
     elif suffix == "parquet":
         pq.write_table(pa.table(table), path)
     else:
@@ -144,9 +142,6 @@ def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None
     names = {"names": {"kind": "token_classification", "span_names": ["person", "place"]}}
     cells = [{"person": [[0, 3]], "place": [[7, 11]]}, {"person": [], "place": [[7, 11]]}, None]
     rows = read(tmp_path, reader, names, {"spans": cells}).splits["train"]
-    assert [dict(row.spans) for row in rows] == [
-        {"person": [(0, 3)], "place": [(7, 11)]},
-        {"place": [(7, 11)]},
-        {},
-    ]
+    place = {"place": [(7, 11)]}
+    assert [dict(row.spans) for row in rows] == [{"person": [(0, 3)], **place}, place, {}]
     assert [bool(row.annotated) for row in rows] == [True, True, False]

@@ -1,9 +1,10 @@
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,28 +27,18 @@ def dataset() -> DataSet:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list with one entry for each tokenised split."""
-    times: list[int] = []
-
-    def counted(*args: object) -> Iterator[TokenizedSplit]:
-        times.append(1)
-        return tokenize_chunks(*args)  # type: ignore[arg-type]
-
+def made(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Count the tokenised splits."""
+    counted = Mock(side_effect=tokenize_chunks)
     monkeypatch.setattr(hpo.data.token_cache, "tokenize_chunks", counted)
-    return times
+    return counted
 
 
-def load(
-    dataset: DataSet,
-    cache: Path,
-    split: str = "train",
-    family: str = "wordpiece",
-    data: dict[str, Any] | None = None,
-    **windowing: Any,
-) -> TokenizedSplit:
-    dataset, how = replace(dataset, **data or {}), replace(Windowing(64), **windowing)
-    return load_tokenized(dataset, split, tiny_tokenizer(family), how, cache)
+def load(dataset: DataSet, cache: Path, **settings: Any) -> TokenizedSplit:
+    """Load tokens; `settings` are those of the windows, or `split`, `family` of the tokenizer and `data`."""
+    dataset, split = replace(dataset, **settings.pop("data", {})), settings.pop("split", "train")
+    tokenizer = tiny_tokenizer(settings.pop("family", "wordpiece"))
+    return load_tokenized(dataset, split, tokenizer, replace(Windowing(64), **settings), cache)
 
 
 def directly(dataset: DataSet, windowing: Windowing) -> TokenizedSplit:
@@ -58,26 +49,22 @@ def assert_same(one: TokenizedSplit, other: TokenizedSplit) -> None:
     np.testing.assert_equal(asdict(one), asdict(other))
 
 
-def test_a_split_is_tokenised_once_and_then_mapped(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
+def test_a_split_is_tokenised_once_and_then_mapped(dataset: DataSet, tmp_path: Path, made: Mock) -> None:
     direct = directly(dataset, Windowing(64))
     for _ in range(2):
         cached = load(dataset, tmp_path)
         assert_same(cached, direct)
         assert isinstance(cached.input_ids_T.base, np.memmap)
         assert cached.examples is dataset.splits["train"]
-    assert len(made) == 1
+    assert made.call_count == 1
     assert not list(tmp_path.glob("*.unfinished"))
 
 
 @pytest.mark.parametrize("long_text", ["truncate", "window"])
-def test_a_split_written_in_chunks_is_the_whole(
-    long_text: str, dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    windowing = Windowing(32, long_text, 8)
-    whole = directly(dataset, windowing)
+def test_split_written_in_chunks(long_text: str, dataset: DataSet, tmp_path: Path, monkeypatch: Any) -> None:
+    whole = directly(dataset, Windowing(32, long_text, 8))
     monkeypatch.setattr("hpo.data.tokenization._CHUNK", 7)
-    cached = load(dataset, tmp_path, max_length=32, long_text=long_text, stride=8)
-    assert_same(cached, whole)
+    assert_same(load(dataset, tmp_path, max_length=32, long_text=long_text, stride=8), whole)
     assert sum(whole.num_lost_spans.values()) > 0
 
 
@@ -94,16 +81,11 @@ def test_a_split_written_in_chunks_is_the_whole(
     ],
 )
 def test_every_input_of_the_tokens_makes_another_cache(
-    first: dict[str, Any],
-    second: dict[str, Any],
-    times: int,
-    dataset: DataSet,
-    tmp_path: Path,
-    made: list[int],
+    first: Any, second: Any, times: int, dataset: DataSet, tmp_path: Path, made: Mock
 ) -> None:
     load(dataset, tmp_path, **first)
     load(dataset, tmp_path, **second)
-    assert len(made) == times
+    assert made.call_count == times
 
 
 @pytest.mark.parametrize(
@@ -115,21 +97,18 @@ def test_every_input_of_the_tokens_makes_another_cache(
         ("contents.json", lambda path: path.write_bytes(path.read_bytes()[:-9])),
     ],
 )
-def test_a_damaged_cache_is_made_again(
-    name: str, damage: Callable[[Path], None], dataset: DataSet, tmp_path: Path, made: list[int]
+def test_damaged_cache_is_made_again(
+    name: str, damage: Callable[[Path], None], dataset: DataSet, tmp_path: Path, made: Mock
 ) -> None:
-    direct = directly(dataset, Windowing(64))
     load(dataset, tmp_path)
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    damage(folder / name)
-    assert_same(load(dataset, tmp_path), direct)
-    assert_same(load(dataset, tmp_path), direct)
-    assert len(made) == 2
+    (file,) = tmp_path.glob(f"*/{name}")
+    damage(file)
+    for _ in range(2):
+        assert_same(load(dataset, tmp_path), directly(dataset, Windowing(64)))
+    assert made.call_count == 2
 
 
-def test_concurrent_threads_and_processes_do_the_work_once(
-    dataset: DataSet, tmp_path: Path, made: list[int]
-) -> None:
+def test_threads_and_processes_do_the_work_once(dataset: DataSet, tmp_path: Path, made: Mock) -> None:
     """Two threads here and two of another process ask at once."""
     context = multiprocessing.get_context("fork")
     gate, found = context.Barrier(2), context.SimpleQueue()
@@ -139,7 +118,7 @@ def test_concurrent_threads_and_processes_do_the_work_once(
         gate.wait(60)
         with ThreadPoolExecutor() as threads:
             sums = list(threads.map(lambda _: int(load(dataset, tmp_path).input_ids_T.sum()), range(2)))
-        found.put((len(made), *sums))
+        found.put((made.call_count, *sums))
 
     other = context.Process(target=ask)
     other.start()

@@ -21,10 +21,8 @@ GAPS = [" ", " ", " ", "  ", "\n", "\t", ", ", "-", "\u00a0", " \u3000 ", ""]
 
 
 def example(text: str, number: int = 0, **more: Any) -> Example:
-    spans = more.pop("spans", {})
-    return Example(
-        f"e{number}", text, more.pop("labels", {}), spans, annotated=frozenset(["names", "answer"]), **more
-    )
+    given = {"labels": {}, "spans": {}, "annotated": frozenset(["names", "answer"]), **more}
+    return Example(f"e{number}", text, **given)
 
 
 def windows_of(rows: Sequence[Example], tasks: Sequence[Task], max_length: int, **how: Any) -> TokenizedSplit:
@@ -64,11 +62,9 @@ def shown_spans(split: TokenizedSplit, task: str) -> Iterator[tuple[int, int, in
 
 def touched(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> list[int]:
     """Return the tokens of the whole text with a character of the span, other than white space."""
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
-        "offset_mapping"
-    ]
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     inside = {i for i in range(start, end) if not text[i].isspace()}
-    return [number for number, (a, b) in enumerate(offsets) if inside & set(range(a, b))]
+    return [number for number, span in enumerate(tokens["offset_mapping"]) if inside & set(range(*span))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,18 +125,13 @@ def test_windows_equal_the_tokenizer_s_own(family: str, long_text: str) -> None:
     tokenizer = tiny_tokenizer(family)
     examples = random_examples(20, seed=3)
     split = tokenize_split(examples, [], tokenizer, Windowing(max_length=20, stride=5, long_text=long_text))
-    theirs = tokenizer(
-        [row.text for row in examples],
-        truncation=True,
-        max_length=20,
-        stride=5,
-        return_overflowing_tokens=long_text == "window",
-    )
+    texts, how = [row.text for row in examples], {"truncation": True, "max_length": 20, "stride": 5}
+    theirs = tokenizer(texts, **how, return_overflowing_tokens=long_text == "window")
     assert by_window(split, split.input_ids_T) == theirs["input_ids"]
     if long_text == "window":
         assert split.window_example_W.tolist() == theirs["overflow_to_sample_mapping"]
     else:
-        whole = [len(tokenizer(row.text, verbose=False)["input_ids"]) for row in examples]
+        whole = [len(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
         assert split.num_cut_examples == sum(length > 20 for length in whole)
 
 
@@ -158,19 +149,15 @@ def test_a_span_over_the_cut_is_clipped() -> None:
 def test_a_span_over_a_window_s_edge_is_clipped_in_both() -> None:
     rows = [example("a b c d e f g h", spans={"x": [(4, 11)]})]  # c d e f
     split = windows_of(rows, [NAMES], max_length=6, **WINDOWED)
-    assert [
-        (window, first - int(split.window_start_W1[window]), last - int(split.window_start_W1[window]), cut)
-        for window, _, first, last, cut in shown_spans(split, "names")
-    ] == [(0, 3, 4, ENDS_AFTER), (1, 1, 2, BEGINS_BEFORE)]
+    assert split.window_start_W1[1] == 6
+    shown = [(window, *span) for window, _, *span in shown_spans(split, "names")]
+    assert shown == [(0, 3, 4, ENDS_AFTER), (1, 6 + 1, 6 + 2, BEGINS_BEFORE)]
     assert split.num_lost_spans == {"names": 1}
 
 
 def test_an_answer_belongs_to_windows_with_the_whole_answer() -> None:
-    rows = [
-        example("a b c d e f g h", spans={"x": [(6, 9)]}),  # d e
-        example("a b c d e f g h", 1),
-        Example("not annotated", "a b", {}, {}),
-    ]
+    text = "a b c d e f g h"
+    rows = [example(text, spans={"x": [(6, 9)]}), example(text, 1), example("a b", annotated=())]  # d e
     split = windows_of(rows, [ANSWER], max_length=6, stride=2, **WINDOWED)
     # Windows: abcd cdef efgh, twice, and ab.
     assert split.targets["answer"].tolist() == [[0, 0], [2, 3], [0, 0], *[[0, 0]] * 3, [-100, -100]]
@@ -180,15 +167,11 @@ def test_an_answer_belongs_to_windows_with_the_whole_answer() -> None:
 PAIR = ("question", "context")
 
 
-def pair_example(question: str, context: str, answer: str = "", number: int = 0) -> Example:
+def pair_example(question: str, context: str, answer: str, number: int = 0) -> Example:
     text = f"{question}\n{context}"
     start = len(question) + 1 + context.index(answer)
-    return example(
-        text,
-        number,
-        spans={"x": [(start, start + len(answer))]} if answer else {},
-        segments={"question": (0, len(question)), "context": (len(question) + 1, len(text))},
-    )
+    segments = {"question": (0, len(question)), "context": (len(question) + 1, len(text))}
+    return example(text, number, spans={"x": [(start, start + len(answer))]}, segments=segments)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -198,29 +181,18 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
         pair_example("What is the capital?", "Paris is the capital and the lazy dog sleeps.", "dog", 0),
         pair_example("Who works?", "Ann works in Rome.", "Ann", 1),
     ]
-    split = tokenize_split(
-        rows, [NAMES], tokenizer, Windowing(max_length=30, stride=4, pair_segments=PAIR, **WINDOWED)
-    )
-    questions, contexts = ([row.text[slice(*row.segments[name])] for row in rows] for name in PAIR)
-    theirs = tokenizer(
-        questions,
-        contexts,
-        truncation="only_second",
-        max_length=30,
-        stride=4,
-        return_overflowing_tokens=True,
-        return_token_type_ids=True,
-    )
+    how = {"max_length": 30, "stride": 4}
+    split = tokenize_split(rows, [NAMES], tokenizer, Windowing(**how, pair_segments=PAIR, **WINDOWED))
+    texts = ([row.text[slice(*row.segments[name])] for row in rows] for name in PAIR)
+    how |= {"truncation": "only_second", "return_overflowing_tokens": True, "return_token_type_ids": True}
+    theirs = tokenizer(*texts, **how)
     assert by_window(split, split.input_ids_T) == theirs["input_ids"]
     if "token_type_ids" in tokenizer.model_input_names:
         assert split.type_ids_T is not None
         assert by_window(split, split.type_ids_T) == theirs["token_type_ids"]
-    answers = [
-        rows[split.window_example_W[window]].text[split.char_start_T[first] : split.char_end_T[last]]
-        for window, _, first, last, cut in shown_spans(split, "names")
-        if cut == 0
-    ]
-    assert set(answers) == {"dog", "Ann"}
+    whole = {(window, first, last) for window, _, first, last, cut in shown_spans(split, "names") if not cut}
+    chars = {(split.window_example_W[w], split.char_start_T[i], split.char_end_T[j]) for w, i, j in whole}
+    assert {rows[number].text[start:end] for number, start, end in chars} == {"dog", "Ann"}
     # The question is repeated in every window and owned once.
     for number, row in enumerate(rows):
         of_row = np.repeat(split.window_example_W, split.lengths_W) == number
@@ -242,6 +214,3 @@ def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
     split = windows_of([example("\u200b"), example("a", 1)], [NAMES], 16)
     assert split.lengths_W.tolist() == [2, 3]
     assert split.owned_T.tolist() == [False, False, False, True, False]
-
-
-# Real sets

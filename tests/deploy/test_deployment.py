@@ -7,16 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 from support.planted_int8 import MAX_DROP, ruin, write_mood_study
-from support.tiny import CPU, tiny_executor
+from support.tiny import CPU, executor_of, tiny_executor
 
 import hpo
-from hpo.config.resolved_study import resolve_study
-from hpo.config.study_config import load_study
 from hpo.deploy.artifacts import NAMES, ONNX_FP32, ONNX_INT8
 from hpo.deploy.deployment import DeploymentRequest, DeployTarget, deploy
 from hpo.deploy.result import Deployment
 from hpo.deploy.timing import TimingBudget
-from hpo.device import DeviceInfo
 from hpo.errors import RunError
 from hpo.inference.model import TrainedModel
 from hpo.training.metrics import primary_mean
@@ -37,24 +34,18 @@ def trained(executor: Executor, folder: Path) -> Path:
     return export_checkpoint(executor, folder / "trial", folder / "export", source)
 
 
-def deployed(
-    executor: Executor,
-    exported: Path,
-    folder: Path,
-    *names: str,
-    max_drop: float = MAX_DROP,
-    device: DeviceInfo = CPU,
-    **options: Any,
-) -> Deployment:
-    request = DeploymentRequest(names, max_drop, budget=QUICK, **options)
+def deployed(executor: Executor, exported: Path, folder: Path, *names: str, **options: Any) -> Deployment:
+    """Deploy; `options` are those of the request, `data` and `device`."""
+    data, device = options.pop("data", executor.dataset), options.pop("device", CPU)
+    request = DeploymentRequest(names, **{"max_drop": MAX_DROP, "budget": QUICK, **options})
     target = DeployTarget(device, folder / "artifacts", folder / "tokens")
-    return deploy(executor.study, executor.dataset, exported, request, target)
+    return deploy(executor.study, data, exported, request, target)
 
 
 @pytest.fixture(scope="module")
 def mood(tmp_path_factory: pytest.TempPathFactory) -> Mood:
     folder = tmp_path_factory.mktemp("mood")
-    executor = Executor(resolve_study(load_study(write_mood_study(folder)), CPU), folder / "runs")
+    executor = executor_of(write_mood_study(folder))
     return executor, trained(executor, folder)
 
 
@@ -97,30 +88,24 @@ def test_timeout_chooses_among_scored_forms(mood: Mood, tmp_path: Path, is_nativ
     assert result.test is not None
 
 
-def test_fastest_as_good_form_is_confirmed_on_test(
-    mood: Mood, ruined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fastest_form_is_confirmed(mood: Mood, ruined: Path, tmp_path: Path, monkeypatch: Any) -> None:
     def later_is_faster(forms: Mapping[str, Any], *_: Any) -> dict[str, list[list[float]]]:
         return {name: [[1 / (1 + NAMES.index(name))] * 2] for name in forms}
 
     monkeypatch.setattr("hpo.deploy.deployment.time_in_turn", later_is_faster)
-    executor, sound = mood
-    result = deployed(executor, sound, tmp_path / "sound", ONNX_FP32, ONNX_INT8)
+    result = deployed(*mood, tmp_path / "sound", ONNX_FP32, ONNX_INT8)
     assert result.best.artifact == ONNX_INT8
     assert (result.test.judged.verdict, result.test.judged.drop.value) == ("as_good", 0.0)
     # The ruined model knows one of two classes. Validation has two rows of the other, so test shows it.
-    notes = []
-    for number, word in enumerate((" good ", " bad ")):
-        splits = executor.dataset.splits
+    notes, splits = [], mood[0].dataset.splits
+    for word in (" good ", " bad "):
         rows = sorted(splits["validation"], key=lambda one: word not in one.text)[:22]
-        data = replace(executor.dataset, splits={**splits, "validation": rows}, fingerprint=f"class {number}")
-        target = DeployTarget(CPU, tmp_path / str(number), tmp_path / "tokens")
-        request = DeploymentRequest((ONNX_INT8,), 30.0, budget=QUICK)
-        result = deploy(executor.study, data, ruined, request, target)
+        data = replace(mood[0].dataset, splits={**splits, "validation": rows}, fingerprint=word)
+        result = deployed(mood[0], ruined, tmp_path / word, ONNX_INT8, data=data, max_drop=30.0)
         assert (result.best.artifact, result.test.judged.drop.value) == ("fp32", 0)
         notes += [note for note in result.notes if "was chosen" in note]
     assert notes == [f"{ONNX_INT8} was chosen, but it is worse on test, so fp32 is deployed."]
-    untested = deployed(executor, sound, tmp_path / "untested", ONNX_FP32, has_test=False)
+    untested = deployed(*mood, tmp_path / "untested", ONNX_FP32, has_test=False)
     assert (untested.best.artifact, untested.test) == (ONNX_FP32, None)
 
 
@@ -138,9 +123,7 @@ def test_loaded_form_predicts_the_scored_labels(mood: Mood, ruined: Path, tmp_pa
     assert len(scores) > 1, "int8 predicts other labels than fp32"
 
 
-def test_failing_form_is_left_out_with_the_reason(
-    mood: Mood, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_form_is_left_out(mood: Mood, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr("hpo.deploy.onnx_fp32.export_onnx", Mock(side_effect=RunError("no such operator.")))
         result = deployed(*mood, tmp_path / "built", ONNX_FP32, ONNX_INT8)

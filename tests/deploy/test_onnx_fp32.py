@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -21,11 +22,6 @@ FAMILIES: dict[str, dict[str, str]] = {  # with the heads of each
     "modernbert": {"pooling": "attention"},
     "deberta-v2": {"pooling": "cls"},
 }
-
-
-@pytest.fixture
-def model(tiny_exports: Path) -> TrainedModel:
-    return hpo.load(tiny_exports / "torch", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -67,10 +63,9 @@ def assert_refused(model: TrainedModel, folder: Path, message: str) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-def test_unfit_models_are_refused(
-    tiny_exports: Path, model: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_refused(hpo.load(tiny_exports / "onnx", device="cpu"), tmp_path, "this model is ONNX already")
+def test_unfit_models_are_refused(tiny_exports: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    model, graph = (hpo.load(tiny_exports / name, device="cpu") for name in ("torch", "onnx"))
+    assert_refused(graph, tmp_path, "this model is ONNX already")
     config = model.network.encoder.config
     failing = Mock(side_effect=RuntimeError("no decomposition\nof aten.new_op"))
     cannot = r"BertModel cannot be exported to ONNX \(RuntimeError: no decomposition"
@@ -85,9 +80,8 @@ def test_unfit_models_are_refused(
     assert_refused(model.use("cpu", "bf16-true"), tmp_path, "this one is in bf16-true")
 
 
-def test_graph_with_other_logits_is_refused(
-    model: TrainedModel, tiny_exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graph_with_other_logits_is_refused(tiny_exports: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    model = hpo.load(tiny_exports / "torch", device="cpu")
     proto = onnx.load(tiny_exports / "onnx" / "model.onnx")
     (bias,) = [one for one in proto.graph.initializer if one.name.endswith("heads.2.1.bias")]
     bias.raw_data = np.float32([7.0]).tobytes()

@@ -1,6 +1,7 @@
 """`hpo.compare_predictions`: verdicts, forms of input and refused input. Error rates: tests/benchmarks."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,8 @@ def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_few_rows_limit_the_excluded_losses(metric: str, margin: float, row_bound: float, text: str) -> None:
     facts = Facts(9, row_bound, None, -math.inf, {})
     assert facts.limit(Question(metric, margin)).startswith(text)
+    rare = replace(facts, rare=dict.fromkeys("abcdefg", 1)).limit(Question(metric, margin))
+    assert math.isinf(margin) or rare.endswith("`d` (1), `e` (1) and 2 more.")
 
 
 def test_verdict_in_label_units_states_its_condition() -> None:

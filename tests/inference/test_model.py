@@ -1,6 +1,4 @@
-import json
 import logging
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +9,10 @@ import pytest
 import torch
 from support.every_kind import every_kind_executor
 from support.tiny import CPU
+from support.tiny_encoders import copy_export
+from support.tiny_loop import config_of
 
 import hpo
-from hpo.config.trial_config import build_trial_config
 from hpo.errors import DataError, RunError
 from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
@@ -67,25 +66,12 @@ def model(exported: Exported) -> TrainedModel:
     return hpo.load(exported.folder, device="cpu")
 
 
-def copied(exported: Exported, folder: Path, **changes: Any) -> Path:
-    """Copy the export with changes of its hpo.json."""
-    out = Path(shutil.copytree(exported.folder, folder / "copy"))
-    content = json.loads((out / "hpo.json").read_text())
-    (out / "hpo.json").write_text(json.dumps(content | changes))
-    return out
-
-
 def decoded(model: TrainedModel, predictions: Sequence[Prediction], task: str) -> list[Any]:
     """Return the predictions for a task as `hpo.training.metrics` takes them."""
     kind = next(one.kind for one in model.tasks if one.name == task)
     if kind in ("single_label", "multi_label", "regression"):
         return [prediction[task].label for prediction in predictions]
     return [[(s.name, s.start, s.end) for s in prediction[task].spans] for prediction in predictions]
-
-
-def windowing_of(exported: Exported) -> Any:
-    config = build_trial_config(exported.executor.study, {}, "fp32", exported.executor.amp)
-    return exported.executor.loader.windowing(config), exported.executor.loader.tokens("test", config)
 
 
 def test_forward_equals_a_batch_of_transformers(model: TrainedModel) -> None:
@@ -106,9 +92,10 @@ def test_forward_equals_a_batch_of_transformers(model: TrainedModel) -> None:
 def test_predictions_score_like_the_trial(exported: Exported, model: TrainedModel) -> None:
     """In any order and in batches of any size."""
     predictions = model.predict(exported.rows[::-1], max_tokens=1)[::-1]
-    windowing, split = windowing_of(exported)
-    assert model.settings.windowing == windowing
-    assert split.num_windows > len(exported.examples), "some texts have several windows"
+    config, loader = config_of(exported.executor), exported.executor.loader
+    assert model.settings.windowing == loader.windowing(config)
+    num_windows = loader.tokens("test", config).num_windows
+    assert num_windows > len(exported.examples), "some texts have several windows"
     assert {task.name for task in model.tasks} == exported.metrics.keys()
     for task in model.tasks:
         metrics = score(task, decoded(model, predictions, task.name), exported.examples)
@@ -118,23 +105,21 @@ def test_predictions_score_like_the_trial(exported: Exported, model: TrainedMode
                 assert span.text == row["text"][span.start : span.end] != ""
 
 
-def test_precision_is_the_trial_s_where_it_is_native(
-    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_native_precision(exported: Exported, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """It is the trial's, where the device has it."""
     with_bf16 = replace(CPU, cpu_features=frozenset({"avx512_bf16"}))
     monkeypatch.setattr(inference, "probe_device", lambda _kind: with_bf16)
-    folder = copied(exported, tmp_path, precision="bf16")
+    folder = copy_export(exported.folder, tmp_path, precision="bf16")
     reduced, exact = hpo.load(folder), hpo.load(folder, precision="32-true")
     assert (reduced.precision, exact.precision) == ("bf16", "fp32")
-    texts = [row["text"] for row in exported.rows]
-    topics = [
-        np.array([list(one["topic"].scores.values()) for one in model.predict(texts)])
-        for model in (reduced, exact)
-    ]
-    assert 1e-6 < np.abs(topics[0] - topics[1]).max() < 0.05
     # Under a reduced precision the batches are those of the study's evaluations, since they change results.
-    again = reduced.predict(texts, max_tokens=reduced.settings.batch_tokens)
-    assert [one["topic"].scores for one in again] == [one["topic"].scores for one in reduced.predict(texts)]
+    sized = {"max_tokens": reduced.settings.batch_tokens}
+    first, again, in_fp32 = (
+        np.array([list(one["topic"].scores.values()) for one in model.predict(exported.rows, **size)])
+        for model, size in ((reduced, {}), (reduced, sized), (exact, {}))
+    )
+    assert 1e-6 < np.abs(first - in_fp32).max() < 0.05
+    assert (first == again).all()
     assert exact.use("cpu", "bf16-true").network.heads[0][-1].weight.dtype == torch.bfloat16
     assert exact.use("cpu", "fp32").network.heads[0][-1].weight.dtype == torch.float32
 
@@ -145,9 +130,7 @@ def test_precision_is_the_trial_s_where_it_is_native(
     assert hpo.load(folder, precision="bf16").precision == "bf16", "emulated on request"
 
 
-def test_unreadable_texts(
-    model: TrainedModel, exports: dict[str, Exported], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_texts(model: TrainedModel, exports: dict[str, Exported], caplog: Any) -> None:
     texts: list[Any] = ["late", "", " \n", 3, "late"]
     with pytest.raises(DataError, match=r"texts\[1\]: `text` is empty\..*skip_bad_rows=True"):
         model.predict(texts)
@@ -161,11 +144,9 @@ def test_unreadable_texts(
         hpo.load(exports["pairs"].folder, device="cpu").predict(["late"])
 
 
-def test_truncated_text_is_reported(
-    exported: Exported, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_truncated_text_is_reported(exported: Exported, tmp_path: Path, caplog: Any) -> None:
     windowing = {"max_length": 24, "long_text": "truncate", "stride": 0, "pair_segments": None}
-    model = hpo.load(copied(exported, tmp_path, windowing=windowing), device="cpu")
+    model = hpo.load(copy_export(exported.folder, tmp_path, windowing=windowing), device="cpu")
     assert model.predict([]) == list(model.predict_examples([])) == []
     with caplog.at_level(logging.WARNING, "hpo.inference"):
         long, start = (model.predict(["late again " * num])[0] for num in (90_000, 20))

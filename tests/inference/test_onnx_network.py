@@ -1,18 +1,15 @@
-import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.tiny_encoders import copy_export
 from support.tiny_onnx import random_batch
 
 import hpo
 from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import ModelError
-from hpo.inference.model import TrainedModel
-from hpo.inference.onnx_network import OnnxNetwork
 
 
 @pytest.fixture
@@ -21,25 +18,8 @@ def folder(tiny_exports: Path) -> Path:
     return tiny_exports
 
 
-@pytest.fixture
-def model(folder: Path) -> TrainedModel:
-    return hpo.load(folder / "torch", device="cpu")
-
-
-@pytest.fixture
-def graph(folder: Path) -> TrainedModel:
-    return hpo.load(folder / "onnx")
-
-
-def copied(folder: Path, tmp_path: Path, **changes: Any) -> Path:
-    """Copy the ONNX export with changes of its hpo.json."""
-    out = Path(shutil.copytree(folder / "onnx", tmp_path / "copy"))
-    content = json.loads((out / "hpo.json").read_text())
-    (out / "hpo.json").write_text(json.dumps(content | changes))
-    return out
-
-
-def test_precision_attention_and_device_are_fixed(graph: TrainedModel, folder: Path, tmp_path: Path) -> None:
+def test_precision_attention_and_device_are_fixed(folder: Path, tmp_path: Path) -> None:
+    graph = hpo.load(folder / "onnx")
     assert (graph.device, graph.precision) == (torch.device("cpu"), "fp32")
     assert graph.use("cpu").use("auto", "fp32").to("cpu").float() is graph
     with pytest.raises(ModelError, match="in fp32: its precision must be that, but got 'bf16'"):
@@ -50,12 +30,12 @@ def test_precision_attention_and_device_are_fixed(graph: TrainedModel, folder: P
     with pytest.raises(ModelError, match="an ONNX export, whose attention is fixed"):
         hpo.load(folder / "onnx", attention="eager")
     # The trial's precision says nothing about the graph's.
-    assert hpo.load(copied(folder, tmp_path, precision="bf16")).precision == "fp32"
+    assert hpo.load(copy_export(folder / "onnx", tmp_path, precision="bf16")).precision == "fp32"
 
 
-def test_threads_follow_pytorch(graph: TrainedModel) -> None:
-    network, before = graph.network, torch.get_num_threads()
-    assert isinstance(network, OnnxNetwork)
+def test_threads_follow_pytorch(folder: Path) -> None:
+    graph, before = hpo.load(folder / "onnx"), torch.get_num_threads()
+    network: Any = graph.network
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
@@ -65,18 +45,18 @@ def test_threads_follow_pytorch(graph: TrainedModel) -> None:
         torch.set_num_threads(before)
 
 
-def test_missing_packages(folder: Path, model: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(ModelError, match=r"needs onnxruntime, .*make install EXTRAS=onnx`"):
         hpo.load(folder / "onnx")
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ModelError, match=r"needs onnxscript, .*make install EXTRAS=onnx`"):
-        export_onnx(model, folder / "other")
+        export_onnx(hpo.load(folder / "torch", device="cpu"), folder / "other")
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "hpo.json", "tokenizer.json"])
 def test_torn_file_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
-    file = copied(folder, tmp_path, checksums={}) / name
+    file = copy_export(folder / "onnx", tmp_path, checksums={}) / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ModelError, match=str(file.parent)):
         hpo.load(file.parent)

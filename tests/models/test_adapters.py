@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from support.command_line import hpo_command, ok
 from support.every_kind import TASKS, WINDOWS, every_kind_executor, write_every_kind
 from support.resumed_trials import check_resume_is_exact, run_trial, weights_of
-from support.tiny import tiny_executor
+from support.tiny import parts_of, tiny_executor
 from support.tiny_encoders import BERT, DECODERS, FAMILIES, save_encoder
 from transformers import AutoModel
 
@@ -20,7 +20,6 @@ from hpo.models.adapters import trained_state
 from hpo.outcome import Outcome
 from hpo.trial.best_model import export_checkpoint
 from hpo.trial.executor import Executor
-from hpo.trial.parts import build_trial
 from hpo.trial.telemetry import StoredTrial
 
 ENCODERS = {**{name: config for name, (config, _) in FAMILIES.items()}, **DECODERS}
@@ -107,12 +106,10 @@ def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> Non
     folder = exported(executor, tmp_path, "alone")
     with_peft = PeftModel.from_pretrained(AutoModel.from_pretrained(folder / "base"), str(folder)).eval()
     inputs = {"input_ids": torch.arange(1, 13)[None], "attention_mask": torch.ones(1, 12, dtype=torch.long)}
-    ours: Any = hpo.load(folder).network.encoder  # type: ignore[union-attr]
+    ours: Any = hpo.load(folder).network.encoder
     with torch.no_grad():
-        states, expected, bare = (
-            encoder(**inputs).last_hidden_state
-            for encoder in (ours, with_peft, AutoModel.from_pretrained(folder / "base"))
-        )
+        encoders = (ours, with_peft, AutoModel.from_pretrained(folder / "base"))
+        states, expected, bare = (encoder(**inputs).last_hidden_state for encoder in encoders)
     assert torch.allclose(states, expected, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(states, bare, rtol=1e-2, atol=1e-3), "the adapter changes states"
 
@@ -161,8 +158,7 @@ def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
 
 def test_targets_and_their_learning_rate(tmp_path: Path) -> None:
     targets = {"lora_targets": ["query", "1.output.dense"], "lora_learning_rate": 3e-3}
-    executor = executor_of(tmp_path, learning_rate=1e-4, **targets)
-    parts = build_trial(executor.resolved, {"fp_precision": "fp32"}, executor.loader)
+    parts = parts_of(executor_of(tmp_path, learning_rate=1e-4, **targets), fp_precision="fp32")
     rates = {group["name"]: group["lr"] for group in parts.prepare().param_groups}
     assert rates == {"encoder": 3e-3, "heads": 1e-4, "heads, no decay": 1e-4}
     names = [name for name in trained_state(parts.model) if ".lora_A" in name]

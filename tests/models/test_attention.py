@@ -97,9 +97,7 @@ def test_other_cases_run_pytorch(case: str, kernel_calls: list[float]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernel_equals_the_encoder_s_own_attention(
-    family: str, kernel_calls: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernel_equals_own_attention(family: str, kernel_calls: list[float], monkeypatch: Any) -> None:
     """The masks keep everything; the batch has padding, short texts and a part without padding."""
     keep_all = lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16)  # noqa: E731
     monkeypatch.setattr(DropoutMaskGenerator, "keep_mask", keep_all)

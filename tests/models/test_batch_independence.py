@@ -95,7 +95,6 @@ class MixedStates(nn.Module):
         (lambda states, mask: states + (states * mask).sum((0, 1)) / mask.sum(), "beside a longer one"),
         (lambda states, _: states + 1e-3 * torch.randn_like(states), "at each call"),
     ],
-    ids=["mean over rows", "mean of real tokens", "faint noise"],
 )
 def test_other_modules_are_measured(mix: Any, message: str) -> None:
     with pytest.raises(ModelError, match=f"^encoder: MixedStates must .*{message}"):

@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_all_bit_patterns_meet_the_probability(p: float) -> None:
     patterns = np.arange(0x10000, dtype=np.uint16).view(np.uint64)
     generator = DropoutMaskGenerator()
-    generator._generator = SimpleNamespace(random_raw=lambda _size: patterns.copy())  # type: ignore[assignment]
+    generator._generator = SimpleNamespace(random_raw=lambda _size: patterns.copy())
     num_dropped = int((generator.keep_mask((0x10000,), p) == 0).sum())
     assert abs(num_dropped / 0x10000 - p) <= 1 / 0x10000
 

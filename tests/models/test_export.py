@@ -1,5 +1,4 @@
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,29 +18,14 @@ from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.tokenized_split import Windowing
 
 
-def changed(model: MultitaskModel) -> MultitaskModel:
-    """Change every weight a little, so that none equals a fresh one."""
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-    return model.eval()
-
-
 def exported(folder: Path, model: MultitaskModel | None = None, **changes: Any) -> Path:
     settings = {"windowing": Windowing(16), "attention": "sdpa", "precision": "fp32", **changes}
     return export_model(model or make_model(), load_tokenizer("minilm"), folder, ExportSettings(**settings))
 
 
-@pytest.fixture(scope="module")
-def tiny_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exported(tmp_path_factory.mktemp("tiny") / "x")
-
-
 @pytest.fixture
-def folder(tiny_export: Path, tmp_path: Path) -> Path:
-    """Copy of an export, for a test to change."""
-    return Path(shutil.copytree(tiny_export, tmp_path / "x"))
+def folder(tmp_path: Path) -> Path:
+    return exported(tmp_path / "x")
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta-v2", "electra", "minilm"])

@@ -31,9 +31,8 @@ class FakeHub:
         self.calls.append((name, revision, timeout))
         if self.error:
             raise self.error
-        return SimpleNamespace(
-            siblings=[SimpleNamespace(rfilename=file.name) for file in self.folder.iterdir()]
-        )
+        files = self.folder.iterdir()
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file.name) for file in files])
 
     def snapshot_download(self, name: str, *, allow_patterns: list[str], **_: Any) -> str:
         self.calls.append(name)

@@ -12,13 +12,7 @@ from support.tiny import CPU_PRECISIONS, amp_of
 from torch import Tensor, nn
 
 from hpo.errors import Nonfinite
-from hpo.precision.amp import (
-    NONFINITE_PATIENCE,
-    AmpStatistics,
-    backend_flags,
-    prepare_model,
-    tf32_is_on,
-)
+from hpo.precision.amp import NONFINITE_PATIENCE, AmpStatistics, backend_flags, prepare_model, tf32_is_on
 from hpo.precision.table import PRECISIONS, AmpConfig
 
 FINITE, INF = torch.tensor(1.0), torch.tensor(math.inf)
@@ -82,10 +76,8 @@ def test_compiler_cache_by_precision() -> None:
         assert config.cache_key_tag == "user"
 
 
-SWITCHES = {
-    *("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn"),
-    *("mkldnn", "mkldnn.conv", "mkldnn.matmul", "mkldnn.rnn"),
-}
+SWITCHES = {"cuda.matmul", *("cudnn", "cudnn.conv", "cudnn.rnn")}
+SWITCHES |= {"mkldnn", "mkldnn.conv", "mkldnn.matmul", "mkldnn.rnn"}
 """All objects with an `fp32_precision` below `torch.backends`."""
 
 

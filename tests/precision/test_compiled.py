@@ -41,7 +41,8 @@ def prepared(name: str, compute: Compute = plain, autocast: str = "") -> tuple[M
 
 
 def seen_eagerly(model: MultitaskModel, name: str = "bf16") -> Observation:
-    return observe_model(model, amp_of(name), lambda model: model(*tiny_batch().inputs))
+    inputs = tiny_batch().inputs
+    return observe_model(model, amp_of(name), lambda model: model(*inputs))
 
 
 def judged(model: MultitaskModel, step: Step, name: str, seen: Observation | None = None) -> Agreement:
@@ -174,7 +175,7 @@ def test_weight_without_a_visible_result_is_unverified(trains: bool, where: str)
 
 def test_unread_pooler_does_not_count() -> None:
     class Pooled(WithOwn):
-        def forward(self, input_ids: Tensor, **inputs: Any) -> Any:  # type: ignore[override]
+        def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
             self.pooler(self.embedding(input_ids)[:, 0])
             return super().forward(input_ids, **inputs)
 

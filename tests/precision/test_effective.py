@@ -2,6 +2,7 @@
 
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from support.tiny_encoders import BERT, FAMILIES, TASKS, make_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from hpo.models.encoder import load_encoder
@@ -41,7 +41,7 @@ def test_formats_by_their_rounding(rounding: Round, expected: str, sizes: tuple[
 
 
 class AsAttention(nn.MultiheadAttention):
-    def forward(self, hidden: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, hidden: Tensor) -> Any:
         return super().forward(hidden, hidden, hidden)
 
 
@@ -141,28 +141,18 @@ def test_unmeasured_products() -> None:
         lambda inputs: fused(inputs, linear.bias, torch.ones(()), linear.weight),
         lambda inputs: F.linear(inputs, linear.weight + inputs.mean(0)),
     ):
-        linear.forward = forward  # type: ignore[method-assign]
+        linear.forward = forward
         assert products(linear, hidden) == {"weight": {"unmeasured"}}
-
-
-class Counting(TorchDispatchMode):
-    """Counts the products that a backend makes."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func._schema.name == "aten::addmm"
-        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
 def test_one_kernel_is_measured_once() -> None:
-    counts = []
-    for number in (1, 3):
-        with Counting() as counted:
+    roundings = [Mock(side_effect=unrounded) for _ in range(2)]
+    for rounding, number in zip(roundings, (1, 3), strict=True):
+        with Library(rounding):
             products(nn.Sequential(*(nn.Linear(8, 8) for _ in range(number))), torch.ones(2, 8))
-        counts.append(counted.count)
-    assert counts[1] == counts[0] + 2
+    one, three = (rounding.call_count for rounding in roundings)
+    assert three == one + 2 * 2, "a product rounds two matrices"
 
 
 @pytest.mark.parametrize("shape", [(2,), (8,), (7,), (6, 4), (3, 8, 2)])
@@ -193,22 +183,16 @@ def test_products_without_autocast_or_rows() -> None:
     assert products(nn.Linear(16, 4).double(), torch.randn(2, 16).double()) == {"weight": {"float64"}}
 
 
-class Refusing(Library):
-    """An operator for one weight only, like one for packed weights."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(unrounded)
-        self.address = weight.data_ptr()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == "aten::addmm" and args[2].data_ptr() != self.address:
-            raise ValueError("only for other weights")
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def test_unmeasured_products_are_unverified() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
-    with Refusing(model[0].weight):
+
+    def refuse(values: Tensor) -> Tensor:
+        """Like an operator for one packed weight."""
+        if values.shape == (8, 8) and values.data_ptr() != model[0].weight.data_ptr():
+            raise ValueError("only for other weights")
+        return values
+
+    with Library(refuse):
         seen = observed("fp32", model, torch.randn(2, 8))
     message = "The products of 1 of 1 weights could not be measured: 0.weight."
     assert seen.agreement(PRECISIONS["fp32"]) == (None, message)
@@ -221,10 +205,9 @@ def test_a_reason_names_three_weights(count: int, more: str) -> None:
     seen = Observation()
     for number in range(count):
         seen.products[f"layer.{number}"].add("float32")
-    assert seen.agreement(PRECISIONS["bf16"]).reason == (
-        f"{count} of {count} weights were not multiplied in bfloat16: "
-        f"layer.0 (float32), layer.1 (float32), layer.2 (float32){more}."
-    )
+    named = "layer.0 (float32), layer.1 (float32), layer.2 (float32)"
+    said = f"{count} of {count} weights were not multiplied in bfloat16: {named}{more}."
+    assert seen.agreement(PRECISIONS["bf16"]).reason == said
 
 
 @pytest.mark.parametrize(

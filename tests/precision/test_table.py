@@ -27,8 +27,8 @@ def cpu(*features: str) -> DeviceInfo:
 
 
 def gpu(*capability: int, **facts: object) -> DeviceInfo:
-    known = DeviceInfo(type="cuda", name="Test GPU", compute_capability=capability or None)  # type: ignore
-    return replace(known, **facts)  # type: ignore[arg-type]
+    known = DeviceInfo(type="cuda", name="Test GPU", compute_capability=capability or None)
+    return replace(known, **facts)
 
 
 def amd_gpu(gcn_arch: str) -> DeviceInfo:
@@ -47,13 +47,8 @@ def test_names_and_ranges() -> None:
     with pytest.raises(ValueError, match=r"no precision is called 'bf61'\. Did you mean `bf16`"):
         canonical_precision("bf61")
     assert [name for name, one in PRECISIONS.items() if one.changes_weights] == ["bf16-true", "fp8"]
-    for key, values in (
-        ("init_scale", (0, 1e39)),
-        ("growth_factor", (1,)),
-        ("backoff_factor", (0, 1)),
-        ("memory_fraction", (0, 1.01)),
-        ("max_fp32_fallbacks", (-1,)),
-    ):
+    bad = {"init_scale": (0, 1e39), "growth_factor": (1,), "backoff_factor": (0, 1)}
+    for key, values in (bad | {"memory_fraction": (0, 1.01), "max_fp32_fallbacks": (-1,)}).items():
         for value in values:
             with pytest.raises(ValidationError, match=key):
                 AmpConfig.model_validate({key: value})

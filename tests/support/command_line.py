@@ -34,7 +34,7 @@ PYTHON_PATH = os.pathsep.join(
 """PYTHONPATH of started processes: this checkout, its tests, and what was there before."""
 COMMANDS: dict[str, Any] = {
     " ".join([name, *inner]): found
-    for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+    for name, command in get_command(app).commands.items()
     for inner, found in (
         [([one], of) for one, of in getattr(command, "commands", {}).items()] or [([], command)]
     )

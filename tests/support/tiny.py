@@ -89,6 +89,11 @@ def tiny_study(folder: Path, **changes: Any) -> StudyConfig:
     return load_study(write_study(folder, **changes))
 
 
+def study_of(**keys: Any) -> StudyConfig:
+    """Return a study without a file."""
+    return StudyConfig.model_validate({"name": "s", "data": {"source": "synthetic"}, **keys})
+
+
 def executor_of(path: Path, device: DeviceInfo = CPU) -> Executor:
     """Return the executor of a study file, with its runs beside it."""
     return Executor(resolve_study(load_study(path), device), path.parent / "runs")
@@ -115,7 +120,7 @@ def altered_executor(
             alter(model)
         return model
 
-    executor.loader.build_model = build_and_alter  # type: ignore[method-assign]
+    executor.loader.build_model = build_and_alter
     return executor
 
 

@@ -1,5 +1,7 @@
 """Encoders of two layers and 32 dimensions, one for each architecture in the tests."""
 
+import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -55,11 +57,11 @@ def family_encoder(family: str, **settings: Any) -> nn.Module:
     return load_encoder(config, attention=attention, **settings)
 
 
-def save_encoder(folder: Path, **options: Any) -> Path:
+def save_encoder(folder: Path) -> Path:
     """Save an encoder: config, weights of seed 0, tokenizer."""
     torch.manual_seed(0)
     encoder: Any = load_encoder(BERT)
-    encoder.save_pretrained(folder, **options)
+    encoder.save_pretrained(folder)
     load_tokenizer(BERT).save_pretrained(folder)
     return folder
 
@@ -90,6 +92,14 @@ def scalar_loss(model: MultitaskModel, lengths: tuple[int, ...] = (12, 7)) -> Te
     """Compute a loss that depends on every parameter."""
     torch.manual_seed(0)
     return torch.stack([logits.square().mean() for logits in model(*make_batch(lengths)).values()]).sum()
+
+
+def copy_export(export: Path, folder: Path, **changes: Any) -> Path:
+    """Copy an export to `folder`/copy, with changes of its hpo.json."""
+    out = Path(shutil.copytree(export, folder / "copy"))
+    content = json.loads((out / "hpo.json").read_text())
+    (out / "hpo.json").write_text(json.dumps(content | changes))
+    return out
 
 
 def dropout_rates(model: nn.Module) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A seventh kind of task, defined here, from data to predictions."""
+"""A seventh kind of task, defined here: its metrics, loss and name."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,6 @@ from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task, kind_of, register
 from hpo.tasks.options import LossOptions
 from hpo.tasks.regression import Regression
-from hpo.tasks.sums import mean_of_windows
 from hpo.training.losses import count_items, loss_sum
 from hpo.training.metrics import row_statistics
 
@@ -32,20 +31,9 @@ class Count(Regression):
     losses = ("poisson",)
     errors = ("deviance",)
 
-    def label(self, value: Any) -> float:
-        if type(value) is not int or value < 0:
-            raise ValueError(f" must be a whole number of at least 0, but got {value!r}")
-        return float(value)
-
-    def fitted(self, _train: Any) -> Task:
-        return self.task
-
     def loss_sum(self, logits: Any, target: Any, *_: Any) -> torch.Tensor:
         known = self.labelled(target)
         return poisson_nll_loss(logits.squeeze(-1)[known], target[known], reduction="sum")
-
-    def decode(self, logits: Any, split: Any, *_: Any) -> list[float]:
-        return list(np.exp(mean_of_windows(logits, split)[:, 0]).tolist())
 
     def row_values(self, predicted: Any, examples: Any) -> Any:
         truth_N = np.array([example.labels[self.task.name] for example in examples])
@@ -73,15 +61,10 @@ def registered(forgotten: None) -> Iterator[None]:
 
 def test_metrics_and_verdicts_of_an_own_kind() -> None:
     truth, rates = [0.0, 1.0, 4.0, 2.0], [0.5, 2.0, 3.0, 2.5]
-    rows = [
-        Example(f"r{n}", "text", {"times": y}, {}, annotated=frozenset({"times"}))
-        for n, y in enumerate(truth)
-    ]
+    rows = [Example("r", "text", {"times": one}, {}, annotated=frozenset({"times"})) for one in truth]
     statistics = row_statistics(TASK, rates, rows)
-    assert statistics.scores() == {
-        "d2": pytest.approx(d2_tweedie_score(truth, rates, power=1)),
-        "deviance": pytest.approx(mean_poisson_deviance(truth, rates)),
-    }
+    d2, deviance = d2_tweedie_score(truth, rates, power=1), mean_poisson_deviance(truth, rates)
+    assert statistics.scores() == pytest.approx({"d2": d2, "deviance": deviance})
     (twice,) = statistics.weighted_scores(np.array([[1, 0, 2, 0]]))["d2"]
     assert twice == pytest.approx(d2_tweedie_score([0, 4, 4], [0.5, 3.0, 3.0], power=1))
     # Its parent's constant prediction and bounds fit other row values.
@@ -106,19 +89,11 @@ def test_a_kind_needs_a_new_name_and_joins_the_known_ones() -> None:
         parse_tasks({"times": {"kind": "counts"}}, "t.json")
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ({"problems": classmethod(lambda _cls, _config: ())}, r"has `problems`.* Define min_labels"),
-        ({"held": lambda _self, _example: ()}, r"has `held`.* Define label_names\."),
-        ({"from_cell": classmethod(lambda _cls, cell, csv: (cell, csv))}, r"from_cell\(cls, cell, list_sep"),
-    ],
-    ids=["problems", "held", "from_cell"],
-)
-def test_methods_of_an_earlier_version_are_refused(method: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        register(type("Old", (Count,), {"name": "old", **method}))
-    assert "old" not in KINDS
+def test_other_arguments_of_from_cell_are_refused() -> None:
+    wrong = {"name": "wrong", "from_cell": classmethod(lambda _cls, cell, csv: (cell, csv))}
+    with pytest.raises(ValueError, match=r"from_cell\(cls, cell, list_separator"):
+        register(type("Wrong", (Count,), wrong))
+    assert "wrong" not in KINDS
 
 
 def test_an_error_metric_of_an_own_kind_must_be_minimized(tmp_path: Path) -> None:

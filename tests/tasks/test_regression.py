@@ -23,10 +23,8 @@ SHAPE_N = np.random.default_rng(0).integers(-20, 20, 24).astype(float)
 
 
 def examples(values: Any) -> list[Example]:
-    annotated = frozenset({"t"})
-    return [
-        Example(str(n), f"word {n}", {"t": float(y)}, {}, annotated=annotated) for n, y in enumerate(values)
-    ]
+    labels = ({"t": float(value)} for value in values)
+    return [Example("id", f"word {n}", of, {}, annotated=frozenset({"t"})) for n, of in enumerate(labels)]
 
 
 def fitted(rows: list[Example]) -> Task:
@@ -46,11 +44,10 @@ def test_loss_equals_the_loss_in_float64(offset: float, unit: float) -> None:
     error_N = output_N.double().numpy() - standard_N
     huber_N = np.where(np.abs(error_N) < 1, error_N**2 / 2, np.abs(error_N) - 0.5)
     for loss, expected_N in (("mse", error_N**2), ("huber", huber_N)):
-        of_batch = loss_sum(
-            task, output_N[:, None], batch.targets["t"], LossOptions(loss), None, batch.attention_mask_BL
-        )
-        assert of_batch.dtype == torch.float32
-        assert of_batch.item() == pytest.approx(expected_N.sum(), rel=1e-5)
+        given, mask = (output_N[:, None], batch.targets["t"]), batch.attention_mask_BL
+        total = loss_sum(task, *given, LossOptions(loss), None, mask)
+        assert total.dtype == torch.float32
+        assert total.item() == pytest.approx(expected_N.sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("offset", "unit"), SIZES)
@@ -60,7 +57,7 @@ def test_predictions_and_metrics_equal_float64(offset: float, unit: float) -> No
     task = fitted(rows)
     output_N1 = np.random.default_rng(1).normal(size=(len(rows), 1)).astype(np.float32)
     split = tokenize_split(rows, (task,), tiny_tokenizer("wordpiece"), Windowing(16))
-    predicted = kind_of(task).decode(output_N1, split, None, None)  # type: ignore[arg-type]
+    predicted = kind_of(task).decode(output_N1, split, None, None)
     scale = np.abs(SHAPE_N - SHAPE_N.mean()).max()
     std = ((SHAPE_N - SHAPE_N.mean()) / scale).std() * scale * unit
     np.testing.assert_allclose(predicted, target_N.mean() + output_N1[:, 0].astype(float) * std, rtol=1e-9)

@@ -5,8 +5,8 @@ Faults of other libraries: unscaling twice (accelerate 113), clipping before the
 """
 
 from collections.abc import Mapping
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from support.tiny import amp_of, tiny_batch
@@ -57,36 +57,26 @@ class Squares:
         return factor(self.step) * errors.square().sum() / 2 / num_items["rows"]
 
 
-def reference(optimizer: str) -> list[tuple[np.ndarray, float]]:
-    """Weights and scale after each step, by the formulas of the papers, in fp64."""
-    weight = np.linspace(-1, 1, NUM_WEIGHTS)
-    scale, good, taken = SCALER["init_scale"], 0, 0
-    first, second = np.zeros(NUM_WEIGHTS), np.zeros(NUM_WEIGHTS)
-    found = []
+PLAIN = {"sgd": partial(torch.optim.SGD, momentum=BETAS[0]), "adamw": partial(torch.optim.AdamW, betas=BETAS)}
+
+
+def reference(optimizer: str) -> list[tuple[Tensor, float]]:
+    """Weights and scale after each step, in fp64 and without loss scaling."""
+    weight = nn.Parameter(torch.linspace(-1, 1, NUM_WEIGHTS).double())
+    plain = PLAIN[optimizer]([weight], lr=LEARNING_RATE, weight_decay=DECAY)
+    scale, good, found = SCALER["init_scale"], 0, []
     for step in range(STEPS):
-        rows, truth = ROWS[step].double().numpy(), TRUTH[step].double().numpy()
-        gradient = factor(step) * rows.T @ (rows @ weight - truth) / NUM_ROWS
-        if np.abs(gradient * scale).max() > torch.finfo(torch.float32).max:
+        rows, truth = ROWS[step].double(), TRUTH[step].double()
+        gradient = factor(step) * rows.T @ (rows @ weight.detach() - truth) / NUM_ROWS
+        if (gradient * scale).abs().max() > torch.finfo(torch.float32).max:
             scale, good = scale * SCALER["backoff_factor"], 0
-            found.append((weight.copy(), scale))
-            continue
-        norm = np.sqrt((gradient**2).sum())
-        gradient = gradient * min(1.0, MAX_NORM / (norm + 1e-6))
-        taken += 1
-        if optimizer == "sgd":
-            gradient = gradient + DECAY * weight
-            first = gradient if taken == 1 else BETAS[0] * first + gradient
-            weight = weight - LEARNING_RATE * first
         else:
-            weight = weight * (1 - LEARNING_RATE * DECAY)
-            first = BETAS[0] * first + (1 - BETAS[0]) * gradient
-            second = BETAS[1] * second + (1 - BETAS[1]) * gradient**2
-            corrected = np.sqrt(second / (1 - BETAS[1] ** taken)) + 1e-8
-            weight = weight - LEARNING_RATE * first / (1 - BETAS[0] ** taken) / corrected
-        good += 1
+            weight.grad = gradient * min(1.0, MAX_NORM / (float(gradient.norm()) + 1e-6))
+            plain.step()
+            good += 1
         if good == SCALER["growth_interval"]:
             scale, good = scale * SCALER["growth_factor"], 0
-        found.append((weight.copy(), scale))
+        found.append((weight.detach().clone(), scale))
     return found
 
 
@@ -96,13 +86,13 @@ def test_steps_equal_plain_arithmetic(optimizer: str, micro_batch_size: int) -> 
     model, loss_fn, amp = Linear(), Squares(), amp_of("fp16", **SCALER)
     group = parameter_group(model.weight, lr=LEARNING_RATE, weight_decay=DECAY)
     update = build_optimizer(optimizer, [group], betas=BETAS)
-    state, learner = TrainState(micro_batch_size=micro_batch_size), Learner(model, loss_fn, amp)  # type: ignore
+    state, learner = TrainState(micro_batch_size=micro_batch_size), Learner(model, loss_fn, amp)
     expected = reference(optimizer)
     assert len({scale for _, scale in expected}) > 3, "the scale falls and grows"
     for step, (weight, scale) in enumerate(expected):
         loss_fn.step = state.step = step
         loss = accumulate_gradients(learner, tiny_batch(NUM_ROWS), 0, state)
         apply_gradients(model, update, loss, amp, MAX_NORM)
-        np.testing.assert_allclose(model.weight.detach().double().numpy(), weight, rtol=2e-5, atol=1e-6)
+        torch.testing.assert_close(model.weight.detach().double(), weight, rtol=2e-5, atol=1e-6)
         assert amp.scaler.get_scale() == scale
     assert amp.statistics().skipped_steps == len(OVERFLOWS)

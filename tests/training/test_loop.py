@@ -1,15 +1,25 @@
-"""The training loop against a plain loop; budgets, evaluations, clocks and seeds."""
+"""The training loop against a plain loop; budgets, clocks, micro-batches and clipping."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import CPU, CPU_PRECISIONS, amp_of, overflow_in_reduced_precision, tiny_model, tiny_study
-from support.tiny_loop import accumulate, config_of, train_for
+from support.tiny import (
+    CPU,
+    CPU_PRECISIONS,
+    TASKS,
+    amp_of,
+    overflow_in_reduced_precision,
+    tiny_model,
+    tiny_objective,
+    tiny_study,
+)
+from support.tiny_loop import accumulate, config_of, parameter_group, train_for
 from torch import Tensor, nn
 
 from hpo.config.sections import EvaluationConfig
@@ -21,7 +31,9 @@ from hpo.random_numbers import step_seed
 from hpo.tasks.options import LossOptions
 from hpo.training import loop as loop_module
 from hpo.training.budget import Budget, TrainState
+from hpo.training.loop import apply_gradients
 from hpo.training.losses import count_items, loss_sum
+from hpo.training.optim import build_optimizer, gradient_norm
 from hpo.training.throughput import CompileClock, ThroughputMeter, TrainingClock
 from hpo.trial.executor import Executor
 from hpo.trial.parts import training_args
@@ -161,3 +173,53 @@ def test_used_share_of_a_budget(budget: dict[str, Any], used: float, tmp_path: P
     study = tiny_study(tmp_path, training=budget | {"batch_size": 8})
     args = training_args(study, build_trial_config(study, {}, "fp32"), num_windows=78)
     assert args.budget.used(TrainState(step=5, train_seconds=2)) == pytest.approx(used)
+
+
+def gradients_of(micro_batch_size: int, is_uncertain: bool) -> tuple[float, dict[str, Tensor]]:
+    model, loss_fn = tiny_model(), tiny_objective()
+    if is_uncertain:
+        loss_fn.log_variance = {task.name: nn.Parameter(torch.tensor(0.3)) for task in TASKS}
+    loss = accumulate(model, amp_of("fp32"), micro_batch_size, loss_fn)
+    return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("is_uncertain", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 5])
+def test_micro_batches_equal_the_whole_batch(micro_batch_size: int, is_uncertain: bool) -> None:
+    loss, gradients = gradients_of(6, is_uncertain)
+    micro_loss, micro_gradients = gradients_of(micro_batch_size, is_uncertain)
+    assert micro_loss == pytest.approx(loss, rel=1e-6)
+    assert gradients.keys() == micro_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(micro_gradients[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32)])
+def test_gradient_norm_equals_fp64(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    shapes = [(300, 400), (7,), (), (1, 50)]
+    for scale in (1e-3, 1e4):
+        gradients = [torch.randn(shape).to(dtype) * scale for shape in shapes for dtype in dtypes]
+        gradients.append(torch.randn(20, 30).to(dtypes[0]).t())
+        expected = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+        norm = gradient_norm(gradients, device)
+        assert norm.dtype == torch.float32
+        assert float(norm) == pytest.approx(float(expected), rel=5e-6)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_clipping_of_bf16_gradients(device_type: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ParameterList(nn.Parameter(torch.zeros(n, 401, dtype=torch.bfloat16)) for n in (3, 57, 300))
+    for number, weight in enumerate(model):
+        weight.grad = (1e4 * torch.randn_like(weight) + 10.0**number).to(torch.bfloat16)
+    exact = torch.cat([weight.grad.double().flatten() for weight in model])
+    amp = amp_of("bf16-true")
+    amp.device = replace(CPU, type=device_type)
+    optimizer = build_optimizer("sgd", [parameter_group(*model)], betas=(0.0, 0.0))
+    apply_gradients(model, optimizer, torch.tensor(1.0), amp, max_grad_norm=1.0)
+    clipped = torch.cat([weight.grad.double().flatten() for weight in model])
+    expected = (exact / exact.norm()).to(torch.bfloat16).double()
+    # A product that lies between two bf16 numbers may be rounded to either.
+    assert bool(((clipped - expected).abs() <= 2**-7 * expected.abs()).all())
+    assert float(clipped.norm()) == pytest.approx(float(expected.norm()), rel=1e-4)

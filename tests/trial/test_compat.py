@@ -121,7 +121,7 @@ def test_compiler_is_at_fault_if_fp32_breaks(tmp_path: Path, name: str, broken: 
         model.register_forward_pre_hook(refuse)
 
     executor = tiny_executor(tmp_path, training={"max_steps": 1, "compile": "default"})
-    executor.loader.apply_compile = compile_model  # type: ignore[method-assign]
+    executor.loader.apply_compile = compile_model
     found = judge(measure_parts(parts_of(executor, fp_precision=name)), BOUNDS)
     assert found.verdict == (verdict if name in broken else "ok")
     others = [reason for reason in found.reasons if "is unverified" not in reason]

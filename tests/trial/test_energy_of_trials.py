@@ -43,21 +43,16 @@ class PlayedGpu:
         return self.joules
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> PlayedGpu:
-    return PlayedGpu(monkeypatch)
-
-
 def run(folder: Path, checkpoints: Path | None = None, **changes: Any) -> TrialResult:
     """One trial of 40 steps of eight examples, with an evaluation after each ten."""
     content = {"training": STEPS, "evaluation": {"per_trial": 4}, **changes}
     return tiny_executor(folder, **content).run({"learning_rate": 1e-3}, checkpoints, "key")
 
 
-@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("has_checkpoints", [False, True])
-def test_only_training_steps_count(tmp_path: Path, has_checkpoints: bool) -> None:
+def test_only_training_steps_count(tmp_path: Path, monkeypatch: Any, has_checkpoints: bool) -> None:
     """Neither evaluations nor copies for checkpoints count."""
+    PlayedGpu(monkeypatch)
     folder, checkpoint = (tmp_path / "trial", {"every_seconds": 1e-6}) if has_checkpoints else (None, {})
     result = run(tmp_path, folder, objective=OBJECTIVE, checkpoint=checkpoint)
     assert (str(result.outcome), result.values) == ("complete", (5 / 8,)), result.reason
@@ -65,8 +60,8 @@ def test_only_training_steps_count(tmp_path: Path, has_checkpoints: bool) -> Non
     assert result.telemetry["energy_missing"] == ""
 
 
-@pytest.mark.usefixtures("gpu")
-def test_energy_limit_ends_a_trial_at_an_evaluation(tmp_path: Path) -> None:
+def test_energy_limit_ends_a_trial_at_an_evaluation(tmp_path: Path, monkeypatch: Any) -> None:
+    PlayedGpu(monkeypatch)
     result = run(tmp_path, constraints={ENERGY: {"max": 0.5}})
     assert (str(result.outcome), result.telemetry["num_steps"]) == ("pruned", 20)
     assert result.reason == f"{ENERGY} must be <= 0.5, but is 0.625."
@@ -75,10 +70,9 @@ def test_energy_limit_ends_a_trial_at_an_evaluation(tmp_path: Path) -> None:
 
 def test_study_of_energy_needs_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = r"needs an NVIDIA GPU \(Volta or newer\) .* nvidia-ml-py, but this is not an NVIDIA GPU but"
-    changes: tuple[dict[str, Any], ...] = ({"objective": OBJECTIVE}, {"constraints": {ENERGY: {"max": 1.0}}})
-    for change in changes:
+    for section, content in (("objective", OBJECTIVE), ("constraints", {ENERGY: {"max": 1.0}})):
         with pytest.raises(InputError, match=needed):
-            run(tmp_path, **change)
+            run(tmp_path, **{section: content})
     PlayedGpu(monkeypatch)
     monkeypatch.setattr("hpo.training.throughput.MIN_STRETCH_SECONDS", 1e6)
     result = run(tmp_path, objective=OBJECTIVE)

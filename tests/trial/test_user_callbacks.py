@@ -58,9 +58,8 @@ class Notes:
 
 def executor_of(folder: Path, source: str, **changes: Any) -> Executor:
     (folder / "own.py").write_text(source)
-    return tiny_executor(
-        folder, **{"code": "own.py", "training": STEPS, "evaluation": {"per_trial": 2}, **changes}
-    )
+    given = {"code": "own.py", "training": STEPS, "evaluation": {"per_trial": 2}}
+    return tiny_executor(folder, **(given | changes))
 
 
 def run(executor: Executor, folder: Path | None = None, **params: Any) -> TrialResult:

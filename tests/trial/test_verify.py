@@ -79,7 +79,7 @@ def test_speed_ratio_of_compiled_models(compile_mode: str, tmp_path: Path, monke
     plant = lambda model: model.register_forward_pre_hook(spend)  # noqa: E731
     executor = altered_executor(tmp_path, plant, training=training)
     compiled = lambda model, *_: setattr(model, "planted_compiler", True)  # noqa: E731
-    executor.loader.apply_compile = compiled  # type: ignore[method-assign]
+    executor.loader.apply_compile = compiled
     for name in ("bf16", "bf16-true"):
         found = check_precision(executor, name, repeats=1).costs
         assert found == Costs(4.0 if compile_mode == "none" else 1.0, 1.0, found.memory_ratio, 1.0)

@@ -200,8 +200,7 @@ def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
     }
     if not unverified:
         return []
-    # An older trial stores its reason together with the reason of a fallback.
-    reasons = {of.get("observed_reason", of.get("reason")) or "no reason." for of in unverified.values()}
+    reasons = {of.get("observed_reason") or "no reason." for of in unverified.values()}
     count = len(unverified)
     numbers = ", ".join(map(str, [*unverified][:8])) + (f" and {count - 8} more" if count > 8 else "")
     text = f"The precision of {count} trial{'s' * (count > 1)} (number {numbers}) is unverified: "

@@ -20,6 +20,7 @@ from hpo.config.sections import BudgetConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import StorageError, StudyChangedError, StudyFileError
 from hpo.redaction import redact
+from hpo.study.store.failures import definition_of
 from hpo.study.store.foreign import in_state, is_foreign, remove_optuna_orphans
 from hpo.study.store.optuna_internals import (
     create_study,
@@ -81,7 +82,7 @@ def _create_or_resume(
         enqueue_trials(connection, study_id, enqueued)
         set_study_attribute(connection, study_id, TOKEN_ATTR, new["token"])
         return
-    stored = json.loads(row.definition)
+    stored = definition_of(row.name, row.definition)
     resumed = _definition(config.resumed(stored))
     if not resize:
         return
@@ -187,7 +188,8 @@ def read_stored(storage: Storage, name: str) -> StudyEntry | None:
     rows, has_trained = storage.read(read)
     if not rows:
         return None
-    return StudyEntry(json.loads(rows[0].definition), rows[0].state, storage.trial_counts(name), has_trained)
+    definition = definition_of(name, rows[0].definition)
+    return StudyEntry(definition, rows[0].state, storage.trial_counts(name), has_trained)
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:
