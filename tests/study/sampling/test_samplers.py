@@ -4,7 +4,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
-from optuna.pruners import BasePruner, MedianPruner, NopPruner, PatientPruner
+from optuna.pruners import MedianPruner, NopPruner, PatientPruner
 from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 from support.scripted_study import ScriptedStudy, best_at_1e_4
@@ -12,6 +12,7 @@ from support.worker_process import SPACE, study
 
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
+from hpo.precision.table import choice_name
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.feasible_sampler import (
     MIN_INFEASIBLE_TRIALS,
@@ -19,7 +20,8 @@ from hpo.study.sampling.feasible_sampler import (
     Failures,
     InfeasibleFilterSampler,
 )
-from hpo.study.sampling.samplers import build_pruner
+from hpo.study.sampling.gp_sampler import PrunedAwareSampler
+from hpo.study.sampling.samplers import build_pruner, build_sampler
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
@@ -42,20 +44,45 @@ def config_of(name: str, space: dict[str, Any] | None = None, **options: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("name", "num_objectives", "explores", "state"),
+    [("gp", 1, False, "COMPLETE"), ("tpe", 1, True, "PRUNED"), ("tpe", 2, True, "COMPLETE")],
+)
+def test_a_trial_at_a_rung_is_complete_to_gp_and_to_tpe_with_objectives(
+    name: str, num_objectives: int, explores: bool, state: str
+) -> None:
+    config = config_of(name)
+    sampler: Any = build_sampler(config.sampler, config.search_space, explores=explores)
+    while not isinstance(sampler, PrunedAwareSampler):
+        sampler = sampler._sampler
+    current = optuna.create_study(directions=["maximize"] * num_objectives)
+    rungs = {"0.04": {"values": [0.5] * num_objectives}}
+    current.add_trial(optuna.trial.create_trial(state=TrialState.PRUNED, user_attrs={"rungs": rungs}))
+    assert [seen.state.name for seen in sampler.view(current).trials] == [state]
+
+
+def test_a_device_without_any_choice_of_a_setting_leaves_one_of_its_conditions() -> None:
+    """The base is searched with both conditions, so half of the poolings need not be lost."""
+    space = {"adapter": "none lora", "pooling": "cls mean", "base_precision": "int8 nf4"}
+    choices = {name: {"type": "categorical", "choices": each.split()} for name, each in space.items()}
+    choices["base_precision"]["when"] = {"adapter": "lora", "pooling": "mean"}
+    skipped = {choice_name("base_precision", value) for value in ("int8", "nf4")}
+    tried = ScriptedStudy(config_of("random", choices), lambda _: 0.5, skipped=skipped).run(12)
+    assert {(params["adapter"], params["pooling"]) for params in tried} == {("none", "cls"), ("none", "mean")}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "attributes"),
     [
-        ({"name": "none"}, NopPruner),
-        ({"name": "promote", "keep": 2}, NopPruner),
-        ({"name": "median", "n_startup_trials": 7}, MedianPruner),
-        ({"name": "patient", "patience": 3}, PatientPruner),
+        ({"name": "none"}, NopPruner, {}),
+        ({"name": "promote", "keep": 2}, NopPruner, {}),
+        ({"name": "median", "n_startup_trials": 7}, MedianPruner, {"_n_startup_trials": 7}),
+        ({"name": "patient", "patience": 3}, PatientPruner, {"_wrapped_pruner": None, "_patience": 3}),
     ],
 )
-def test_a_pruner_is_optunas_with_its_options(config: dict[str, Any], expected: type[BasePruner]) -> None:
+def test_a_pruner_is_optunas_with_its_options(config: Any, expected: type, attributes: Any) -> None:
     pruner = build_pruner(study(12, pruner=config).pruner)
     assert type(pruner) is expected
-    assert {f"_{name}" for name in config} - {"_name", "_keep"} <= vars(pruner).keys()
-    assert getattr(pruner, "_n_startup_trials", 7) == 7
-    assert getattr(pruner, "_patience", 3) == 3
+    assert vars(pruner).items() >= attributes.items()
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
