@@ -63,6 +63,10 @@ class DataError(InputError): ...
 class ModelError(InputError): ...
 
 
+class CodeError(InputError):
+    """A fault of a study's own code. It ends a trial as `invalid`."""
+
+
 class BrokenEncoderError(ModelError): ...
 
 

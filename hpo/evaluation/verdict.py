@@ -337,4 +337,5 @@ def _number(value: float, unit: str, sign: str = "") -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

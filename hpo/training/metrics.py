@@ -36,9 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.code import errors_of_code
-from hpo.config.study_file import show
-from hpo.errors import InputError
-from hpo.extensions import metrics_of
+from hpo.extensions import as_number, metrics_of
 from hpo.tasks.example import Example
 from hpo.tasks.kind import FloatArray, Task, kind_of
 
@@ -88,7 +86,8 @@ class RowStatistics:
             for name, metric in metrics.items():
                 copies = [[column[n] for n in sample] for column in self.rows]  # the metric may sort them
                 with errors_of_code():
-                    values[name].append(_number(name, metric.make(*copies)) if sample else math.nan)
+                    value = as_number(f"metric `{name}`", metric.make(*copies)) if sample else math.nan
+                values[name].append(value)
         return {name: np.array(by_sample) for name, by_sample in values.items()}
 
     def scores_without_each(self) -> dict[str, FloatArray]:
@@ -123,13 +122,6 @@ class RowStatistics:
                 self._drawn[key] = self._own_scores(samples)
             values |= self._drawn[key]
         return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in values.items()}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise InputError(f"the metric `{name}` must return a number, but got {show(value)}.") from None
 
 
 def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:

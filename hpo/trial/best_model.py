@@ -14,7 +14,7 @@ from pydantic import ValidationError
 import hpo
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import evaluation_batches
-from hpo.errors import DataError, RunError, TrialEnd
+from hpo.errors import CodeError, DataError, RunError, TrialEnd
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
@@ -84,8 +84,9 @@ def with_scores(
         return result, {}
     try:
         predicted = split_predictions(executor, folder, params, split)
-    except (RunError, TrialEnd) as error:
+    except (RunError, TrialEnd, CodeError) as error:
         outcome = error.outcome if isinstance(error, TrialEnd) else Outcome.FAILED
+        outcome = Outcome.INVALID if isinstance(error, CodeError) else outcome
         return replace(result, outcome=outcome, reason=f"no score on {split}: {error}", values=None), {}
     if split == "test":
         result = replace(result, telemetry={**result.telemetry, "test_metrics": predicted.metrics()})

@@ -96,6 +96,8 @@ def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -
 
 def device_of(model: nn.Module) -> DeviceInfo:
     """Return the device of the model. Raises InputError if it cannot be a reference in fp32."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: must be a torch.nn.Module, but got a {type(model).__name__}.")
     parameters = [one for one in model.parameters() if one.is_floating_point()]
     devices = {one.device for one in parameters}
     known = {torch.device("cpu")}

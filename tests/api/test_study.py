@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path
@@ -55,8 +53,6 @@ def test_methods_and_commands_share_a_study(folder: Path, capsys: pytest.Capture
     assert sorted(trials["precision"]) == ["bf16", "bf16", "fp32", "fp32"]
     assert trials.loc[best.number, "objective.score"] == best.values[0]  # type: ignore[index]
     assert study.report() == Path("runs/tiny/report/report.html")
-    compared = study.compare(top=1, max_seeds=3, precisions=("fp32", "bf16"))
-    assert compared == ok(hpo_command(folder, "compare", "tiny.yaml", "--json")).json
 
 
 def test_a_run_prepares_its_study_once(folder: Path) -> None:

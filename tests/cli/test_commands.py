@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -85,7 +83,6 @@ def test_init_makes_a_study_without_trials(tmp_path: Path) -> None:
 def test_dashboard_prints_its_address_and_ends_on_ctrl_c(folder: Path) -> None:
     options = ("--port", "0", "--host", "127.0.0.2")
     process = start_hpo(folder, "dashboard", "tiny.yaml", *options, PYTHONUNBUFFERED="1")
-    assert process.stdout is not None
     line = process.stdout.readline()
     found = re.fullmatch(r"http://(127\.0\.0\.2:\d+)/dashboard/studies/1 \(Ctrl-C ends it\)\n", line)
     assert found, line or finish(process)

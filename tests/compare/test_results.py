@@ -1,7 +1,5 @@
 """Verdicts, recommendations and rounds of comparisons with planted scores."""
 
-from __future__ import annotations
-
 import random
 import re
 from contextlib import redirect_stdout

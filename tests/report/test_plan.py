@@ -1,7 +1,5 @@
 """Plans of a study, and the statements of `hpo compare` before its first trial."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

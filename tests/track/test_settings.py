@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +77,8 @@ def test_runs_and_files_hide_secrets(tmp_path: Path) -> None:
     }
     trial = replace(fake_trial(0, "fp32"), reason="no answer of postgresql://me:url-secret@host/db")
     record = record_of([trial], definition={**DEFINITION, **hidden})
-    trial_run = runs_of(record, "token")[0]
-    assert trial_run.study is not None
-    for run in (trial_run, trial_run.study):
+    of_trial = runs_of(record, "token")[0]
+    for run in (of_trial, of_trial.study):
         shown = repr((run.params, run.facts))
         assert "secret" not in shown.replace("is_secret", "")
         assert token not in shown

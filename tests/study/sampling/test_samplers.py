@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -221,7 +219,7 @@ def memory(limit: int | None) -> dict[str, Any]:
         ("incompatible", {}, {"checked_on": "GPU, torch 2"}, False),
     ],
 )
-def test_a_trial_that_ended_for_a_reason_of_another_device_says_nothing(
+def test_failures_of_other_devices_say_nothing_here(
     outcome: str, telemetry: dict[str, Any], device: dict[str, Any], expected: bool
 ) -> None:
     assert WorkerDevice(**device).says_nothing(trial(outcome, telemetry=telemetry)) is expected

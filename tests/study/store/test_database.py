@@ -17,7 +17,7 @@ from hpo.study.store.storage import open_storage
 def test_storage_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPO_STORAGE", raising=False)
     assert storage_url() == "sqlite:///runs/hpo.db"
-    monkeypatch.setenv("HPO_STORAGE", "sqlite:///a.db")
+    monkeypatch.setenv("HPO_STORAGE", " sqlite:///a.db\n")
     assert storage_url() == "sqlite:///a.db"
     assert storage_url("sqlite:///b.db") == "sqlite:///b.db"
     file, url = tmp_path / "url", "postgresql+psycopg://me:se cret@host/db?sslmode=require"
@@ -44,7 +44,7 @@ def test_file_without_a_url_is_not_shown(tmp_path: Path, text: str) -> None:
     file = tmp_path / "url"
     file.touch(mode=0o600)
     file.write_text(text)
-    with pytest.raises(StorageError, match=r"must hold the URL of the storage .* in one line") as raised:
+    with pytest.raises(StorageError, match="must hold one line: the URL of a file") as raised:
         storage_url(f"@{file}")
     assert "secret" not in str(raised.value)
 
@@ -78,7 +78,7 @@ postgresql://me:secret@host:port/db postgresql://me:secret%00@host/db postgresql
     ],
 )
 def test_unusable_url_is_refused_without_its_password(url: str) -> None:
-    with pytest.raises(StorageError, match=r"must be a URL such as|`@` in a password as `%40`") as raised:
+    with pytest.raises(StorageError, match=r"must be the URL of a file|`@` in a password as `%40`") as raised:
         parse_url(url)
     text = str(raised.value)
     assert "secret" not in text
