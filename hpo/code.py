@@ -5,8 +5,6 @@ with `--trust-code`, or to `hpo.load`. So a writer of the database can run nothi
 continues with other code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -22,7 +20,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpo.errors import HpoError, InputError
+from hpo.errors import CodeError, HpoError, InputError
 from hpo.memory import is_out_of_memory
 
 ENTRY_POINTS = "hpo.plugins"
@@ -262,13 +260,13 @@ def _run(code: Code) -> list[_Added]:
 
 @contextmanager
 def errors_of_code() -> Iterator[None]:
-    """Raise InputError with the line for an error of the code in this block, except for lack of memory."""
+    """Raise CodeError with the line for an error of the code in this block, except for lack of memory."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         is_other = isinstance(error, HpoError) or is_out_of_memory(error)
         if not is_other and (line := _line_of(_codes.values(), error)):
-            raise InputError(f"{line}: {type(error).__name__}: {error}") from error
+            raise CodeError(f"{line}: {type(error).__name__}: {error}") from error
         raise
 
 

@@ -33,8 +33,6 @@ failed run with 1, both without a traceback.
         └── Preempted              a stop request; the checkpoint is written
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -61,6 +59,10 @@ class DataError(InputError): ...
 
 
 class ModelError(InputError): ...
+
+
+class CodeError(InputError):
+    """A fault of a study's own code. It ends a trial as `invalid`."""
 
 
 class BrokenEncoderError(ModelError): ...

@@ -5,8 +5,7 @@ All but metrics have typed options. An option is a trial setting `<name>.<option
 of a source are in `data.options`; options of a sampler or a pruner are beside its name.
 """
 
-from __future__ import annotations
-
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import WrapValidator
 
 from hpo.code import Registry, is_in_use
+from hpo.errors import CodeError, shorten
 from hpo.section import Section
 
 Head = Literal["linear", "mlp"]
@@ -26,6 +26,23 @@ Schedule = Literal["linear", "cosine", "constant"]
 Source = Literal["synthetic", "jsonl", "csv", "parquet", "hub"]
 Sampler = Literal["tpe", "gp", "nsga2", "random", "grid", "qmc"]
 Pruner = Literal["hyperband", "asha", "median", "percentile", "patient", "promote", "none"]
+
+
+_TAKES = {
+    "head": "hidden_size, num_outputs, options",
+    "pooling": "hidden_size, options",
+    "loss": "kind, logits, target, options, class_weight, mask_BL",
+    "metric": "truths, predictions",
+    "encoder": "options",
+    "optimizer": "groups, options",
+    "schedule": "remaining, options",
+    "source of data": "split, options",
+    "sampler": "options, seed",
+    "pruner": "options",
+    "callback": "options",
+    "training loop": "run",
+}
+"""Arguments of the functions, by what they add."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,11 @@ def _register(
     def add(thing: Thing) -> Thing:
         if not name.isidentifier():
             raise ValueError(f"the name of a {registry.kind} must be one of Python, but got {name!r}.")
+        takes = _TAKES[registry.kind]
+        try:
+            inspect.signature(thing).bind(*takes.split(", "))
+        except TypeError as error:
+            raise ValueError(f"the {registry.kind} `{name}` must take ({takes}): {error}.") from None
         if not any(registry is other for other in (SOURCES, SAMPLERS, PRUNERS)):
             add_options(name, options)
         registry.add(name, Extension(thing, options, **facts))
@@ -213,6 +235,15 @@ def own_loop_of(study: object) -> Iterator[None]:
         yield
     finally:
         _has_own_loop.reset(token)
+
+
+def as_number(what: str, value: Any) -> float:
+    """Return the number from a function of the study's own code. Raises CodeError for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        message = f"the {what} must return a number, but got `{shorten(repr(value), 60)}`."
+        raise CodeError(message) from None
 
 
 def is_own(setting: str, value: Any) -> bool:

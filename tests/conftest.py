@@ -127,7 +127,7 @@ def slurm() -> Iterator[SlurmCluster]:
     cluster = SlurmCluster()
     try:
         cluster.start()
-        with cluster.environment():
+        with mock.patch.dict("os.environ", cluster.environment):
             yield cluster
     finally:
         cluster.remove()

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,63 @@ def test_export_predicts_with_its_code_and_keeps_tied_weights(tmp_path: Path) ->
     assert [one["times"].label for one in model.predict(texts)] == pytest.approx(expected, rel=1e-4)
     onnx = hpo.load(export_onnx(model, tmp_path / "onnx"), device="cpu", code=tmp_path / "own_kind.py")
     assert [one["times"].label for one in onnx.predict(texts)] == pytest.approx(expected, rel=1e-4)
+
+
+PARTS = """
+@hpo.pooling("first")
+def first(hidden_size, options):
+    return lambda hidden, mask: hidden[:, 0]
+
+
+@hpo.loss("plain", ["single_label"])
+def plain(kind, logits, target, options, class_weight, mask):
+    return nn.functional.cross_entropy(logits, target, reduction="sum")
+
+
+@hpo.optimizer("plain_sgd")
+def plain_sgd(groups, options):
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@hpo.schedule("flat")
+def flat(remaining, options):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("hidden[:, 0]", "hidden", "pooling: `first` must give (2, 48) of states (2, 3, 48), but gives"),
+        ("lambda hidden, mask: hidden[:, 0]", "None", "of states (2, 3, 48), but it is a NoneType"),
+        ('"sum")', '"sum").item()', "the loss `plain` must return a tensor with one number and"),
+        ('"sum")', '"sum").detach()', "the loss `plain` must return a tensor with one number and"),
+        ('"sum")', '"none")', "the loss `plain` must return a tensor with one number and"),
+        ("torch.optim.SGD(groups, lr=0.1)", "groups", "`plain_sgd` must be a torch.optim.Optimizer over"),
+        ("return 1.0", "return", "the schedule `flat` must return a number, but got `None`."),
+        ("return 1.0", "return 1 / 0", "own_kind.py:66: ZeroDivisionError: division by zero"),
+        ("return 1.0", "raise SystemExit(0)", "own_kind.py:66: SystemExit: 0"),
+        ("flat(remaining, options)", "flat(remaining)", "`flat` must take (remaining, options): "),
+    ],
+)
+def test_wrong_parts_are_refused_with_their_name(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in PARTS
+    named = {"pooling": "first", "loss": "plain", "optimizer": "plain_sgd", "schedule": "flat"}
+    source = MODELS + PARTS.replace(old, new)
+    with pytest.raises(InputError, match=re.escape(message)):
+        own_executor(tmp_path, source, training=PLAIN | named, search_space={}).check_study()
+
+
+def test_trial_with_an_error_of_a_metric_is_invalid(tmp_path: Path) -> None:
+    source = MODELS + UNDEFINED.replace("return", 'assert len(calls) < 3, "late"\n    return')
+    executor = own_executor(
+        tmp_path,
+        source.replace("UNDEFINED_CALLS", "()"),
+        training=PLAIN | {"max_steps": 4},
+        evaluation={"per_trial": 2},
+        search_space={},
+        constraints={},
+    )
+    executor.loader.__dict__["baseline"] = {}  # its computation would call the metric too
+    result = executor.run({}, None, "")
+    assert (result.outcome, "AssertionError: late" in result.reason) == ("invalid", True), result.reason

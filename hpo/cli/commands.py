@@ -19,8 +19,7 @@ from rich.console import Console
 from hpo import __version__
 from hpo.cli import cluster, machines, models, results, search, starting  # noqa: F401  (their commands)
 from hpo.cli.options import app
-from hpo.config.removed import removed_command
-from hpo.errors import HpoError, InputError, printable
+from hpo.errors import HpoError, printable
 
 PANELS: Mapping[str, str] = {
     "Search": "run check verify plan train enqueue new",
@@ -53,8 +52,6 @@ def main() -> None:
     # Text of a database, such as the host of a worker, is shown without escape sequences.
     rich_text.strip_control_codes = printable  # type: ignore[assignment,attr-defined]
     try:
-        if removed := removed_command(sys.argv[1:]):
-            raise InputError(removed)
         app(prog_name="hpo")
     except HpoError as error:
         message = rich_text.Text.assemble(("Error: ", "bold red"), printable(str(error)))

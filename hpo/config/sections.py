@@ -1,7 +1,5 @@
 """Small sections of a study file: model, budget, check of the precision, evaluation, checkpoints."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -17,6 +15,7 @@ from hpo.section import Count, Section, Switch, Whole
 
 MAX_TRIALS = 1000
 """Largest number of trials of a study with a budget and without `n_trials`."""
+MOST_TRIALS = 100_000  # the database has a row for each from the start
 BUCKETS = ("s3://", "gs://")
 NOT_SHARED = (
     "The study has no `checkpoint.location`, so each machine keeps its own checkpoints, and a trial "
@@ -104,11 +103,10 @@ class EvaluationConfig(CheckedSection):
 def _location(value: Any, info: ValidationInfo) -> Any:
     text = value if isinstance(value, str) else ""
     is_bucket = re.fullmatch(r"(s3|gs)://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9](/[\w.-]+)*/?", text)
-    if not text.strip() or "\0" in text or (re.match(r"\w+://|artifacts:", text) and not is_bucket):
-        removed = " `artifacts:` was removed." if text.startswith("artifacts:") else ""
+    if not text.strip() or "\0" in text or (re.match(r"\w+:", text) and not is_bucket):
         raise ValueError(
             "must be a folder, or `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX` in letters, digits, `.`, `_` "
-            f"and `-`, but got {show(value)}.{removed} The server and its keys come from environment "
+            f"and `-`, but got {show(value)}. The server and its keys come from environment "
             "variables (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ..., GOOGLE_APPLICATION_CREDENTIALS)."
         )
     folder = (info.context or {}).get("folder", Path())

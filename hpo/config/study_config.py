@@ -34,6 +34,7 @@ from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, parse_search_space
 from hpo.config.sections import (
     MAX_TRIALS,
+    MOST_TRIALS,
     BudgetConfig,
     CheckpointConfig,
     CompatConfig,
@@ -113,8 +114,7 @@ class StudyConfig(CheckedSection):
     """Choice of the next configuration."""
     budget: BudgetConfig | None = None
     """Limit of the study's device time: `{hours: 4}`."""
-    # The database has a row for each from the start.
-    n_trials: Annotated[Count, Field(le=100_000)] = Field(
+    n_trials: Annotated[Count, Field(le=MOST_TRIALS)] = Field(
         default_factory=lambda study: MAX_TRIALS if study.get("budget") else 20
     )
     """Number of trials, over all workers. A grid ends after its last combination. Default: 20, or with a
@@ -326,25 +326,10 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     """Return the study of a name or path. Raises StudyFileError with every problem of the file."""
     path = find_study_file(Path(name_or_path))
     file = read_study_file(path)
-    no_keys = {"path": " Did you mean `data.path`?", "given": "", "comparison": " `hpo compare` makes it."}
-    content = {key: value for key, value in file.content.items() if key not in no_keys}
-    content |= code_of(file)
-    problems = [
-        Problem((key,), f"there is no such key.{hint}")
-        for key, hint in no_keys.items()
-        if key in file.content
-    ]
-    try:
-        study = _validated(content, path)
-    except ValidationError as error:
-        problems += problems_of(error, StudyConfig)
-    if problems or file.problems:
+    study, problems = _checked(file.content, path, str(path))
+    if study is None or problems or file.problems:
         raise file.error(problems)
     return study
-
-
-def _validated(content: Mapping[str, Any], path: Path) -> StudyConfig:
-    return StudyConfig.model_validate({**content, "path": path}, context={"folder": path.parent})
 
 
 def study_of(content: Mapping[str, Any]) -> StudyConfig:
@@ -352,10 +337,24 @@ def study_of(content: Mapping[str, Any]) -> StudyConfig:
 
     Paths are relative to the working folder.
     """
+    study, problems = _checked(content, Path.cwd() / "study.yaml", "The study of this mapping")
+    if study is None or problems:
+        raise InputError("\n".join(map(str, problems)))
+    return study
+
+
+def _checked(content: Mapping[str, Any], path: Path, who: str) -> tuple[StudyConfig | None, list[Problem]]:
+    """Return the study of the keys of a study file, None if it is not valid, and the problems."""
+    no_keys = {"path": " Did you mean `data.path`?", "given": "", "comparison": " `hpo compare` makes it."}
+    keys = {key: value for key, value in content.items() if key not in no_keys}
+    problems = [
+        Problem((key,), f"there is no such key.{hint}") for key, hint in no_keys.items() if key in content
+    ]
     try:
-        return _validated(content, Path.cwd() / "study.yaml")
+        keys |= {**code_of(keys, path.parent, who), "path": path}
+        return StudyConfig.model_validate(keys, context={"folder": path.parent}), problems
     except ValidationError as error:
-        raise InputError("\n".join(map(str, problems_of(error, StudyConfig)))) from None
+        return None, problems + problems_of(error, StudyConfig)
 
 
 def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:

@@ -4,8 +4,6 @@ ruamel.yaml follows YAML 1.2: only `true` and `false` are booleans, and `1e-5` i
 a problem. Aliases are refused, because a few lines of them can stand for billions of values.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +18,6 @@ from ruamel.yaml.error import MarkedYAMLError, StringMark, YAMLError
 from ruamel.yaml.nodes import Node, ScalarNode
 
 from hpo.code import name_code, use_code
-from hpo.config.removed import removed_key
 from hpo.errors import NoStudyFileError, StorageError, StudyFileError, did_you_mean, shorten
 from hpo.section import Section
 
@@ -132,23 +129,26 @@ def read_study_file(path: Path) -> StudyFile:
     return StudyFile(path, content, document.lines, tuple(document.problems))
 
 
-def code_of(file: StudyFile) -> dict[str, Any]:
-    """Run the code of a user's study file, and return the key `code` of the study's definition."""
-    given = file.content.get("code", [])
+def code_of(content: Mapping[str, Any], folder: Path, who: str) -> dict[str, Any]:
+    """Run the code of a user's study, and return the key `code` of the study's definition.
+
+    Paths are relative to `folder`; `who` is the subject of error messages. Raises ValidationError.
+    """
+    given = content.get("code", [])
     code: dict[str, str] = {}
     try:
         for one in [given] if isinstance(given, str) else given:
-            named = name_code(one, file.path.parent)
+            named = name_code(one, folder)
             if named.name in code:
                 raise ValueError(f"{show(named.name)} is there twice. Keep one.")
             code[named.name] = named.sha256
     except (TypeError, AttributeError):
         message = f"must be a path or the name of a module, or a list of them, but got {show(given)}."
-        raise file.error([Problem(("code",), message)]) from None
+        refuse(Problem(("code",), message))
     except ValueError as error:
-        raise file.error([Problem(("code",), str(error))]) from None
-    use_code(code, str(file.path))
-    return {"code": code} if "code" in file.content else {}
+        refuse(Problem(("code",), str(error)))
+    use_code(code, who)
+    return {"code": code} if "code" in content else {}
 
 
 def parse_yaml_value(text: str) -> Any:
@@ -175,8 +175,7 @@ def problems_of(error: ValidationError, model: type[BaseModel] | None = None) ->
     for detail in error.errors(include_url=False):
         where = tuple(part for part in detail["loc"] if part != "[key]")  # pydantic puts it after a key
         if detail["type"] != "default_factory_not_called":  # it follows from another problem
-            message = removed_key(where) or _message(detail, _known_keys(model, detail["loc"]))
-            problems.append(Problem(where, message))
+            problems.append(Problem(where, _message(detail, _known_keys(model, detail["loc"]))))
     return problems
 
 

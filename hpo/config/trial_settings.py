@@ -4,15 +4,12 @@ A study fixes a setting under `training:` or searches it under `search_space:`, 
 one task or one source of data have names such as `loss_weight.<task>` and `sampling_weight.<source>`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from hpo.config.removed import removed_key
 from hpo.config.study_file import CheckedSection, Problem, problems_of, refuse, show
 from hpo.errors import did_you_mean
 from hpo.extensions import (
@@ -332,8 +329,6 @@ def check_name(name: str) -> None:
     known = [*keys, *known_options(), *full.values()]
     found = free_part_of(name)
     if name not in known and not (found and found[1]) and not _is_option(name):
-        if removed := removed_key(("training", name)):
-            raise ValueError(removed)
         whole = full.get(f"{name}.")
         near = f" Did you mean `{whole}`?" if whole else did_you_mean(name, known)
         raise ValueError(f"there is no such setting.{near}")

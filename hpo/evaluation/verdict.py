@@ -4,8 +4,6 @@ The verdict is `as_good`, `worse` or `not_shown`, with a sentence for people. Bo
 run without a score counts as the baseline, the best constant prediction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -337,4 +335,5 @@ def _number(value: float, unit: str, sign: str = "") -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMES_SHOWN]) + ", ..." * (len(names) > _NAMES_SHOWN)
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -10,8 +10,6 @@ an addition of 0.5 is lost.
 Shape suffixes: B windows, L tokens in a window, D hidden size, K outputs of one task, T tasks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -171,7 +169,13 @@ def _pooling(heads: HeadSettings, hidden_size: int) -> Callable[[Tensor, Tensor]
         return AttentionPooling(hidden_size)
     if own := POOLINGS.get(heads.pooling):
         options = options_of(heads.pooling, heads.option)
-        return cast(Callable[[Tensor, Tensor], Tensor], own.make(hidden_size, options))
+        pool: Callable[[Tensor, Tensor], Tensor] = own.make(hidden_size, options)
+        shape, expected, problem = (2, 3, hidden_size), (2, hidden_size), f"but it is a {type(pool).__name__}"
+        if callable(pool):
+            problem = _wrong_output(pool, expected, torch.zeros(shape), torch.ones(2, 3, dtype=torch.long))
+        if problem:
+            raise ModelError(f"pooling: `{heads.pooling}` must give {expected} of states {shape}, {problem}.")
+        return pool
     return _POOLINGS[heads.pooling]
 
 
@@ -210,13 +214,21 @@ def _check_head(head: Any, hidden_size: int, task: Task, name: str) -> None:
     expected = (*shape[:-1], task.num_outputs)
     problem = f"but it is a {type(head).__name__}"
     if isinstance(head, nn.Module):
-        with torch.no_grad():
-            logits = head.eval()(torch.zeros(shape))
-        head.train()
-        output = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        problem = "" if output == expected else f"but gives {output}"
+        problem = _wrong_output(head, expected, torch.zeros(shape))
     if problem:
         raise ModelError(
             f"head_type: `{name}` must be a module that for the task `{task.name}` gives logits {expected} "
             f"of states {shape}, {problem}."
         )
+
+
+def _wrong_output(part: Callable[..., Any], expected: tuple[int, ...], *inputs: Tensor) -> str:
+    """Return what a part of the study's own code gives, in words; empty if its shape is the expected one."""
+    if isinstance(part, nn.Module):
+        part.eval()
+    with torch.no_grad():
+        made = part(*inputs)
+    if isinstance(part, nn.Module):
+        part.train()
+    output = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+    return "" if output == expected else f"but gives {output}"

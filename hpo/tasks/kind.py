@@ -12,8 +12,6 @@ The package has six kinds, and `KINDS` maps their names to them. The layout of t
     span_per_label        [B, L, C]     float32 [B, L, C] in {0, 1} -1       a token and class
 """
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from abc import ABC, abstractmethod
@@ -299,11 +297,8 @@ AnyKind = TypeVar("AnyKind", bound=type[Kind])
 def register(kind: AnyKind) -> AnyKind:
     """Make a kind known by its name: a decorator, `hpo.kind` in the code of a study.
 
-    Raises ValueError if another kind has the name, or the class has methods of an earlier version.
+    Raises ValueError if another kind has the name, or `from_cell` has other arguments.
     """
-    for old, new in (("problems", "min_labels, max_span_names and needed_key"), ("held", "label_names")):
-        if hasattr(kind, old):
-            raise ValueError(f"the kind `{kind.name}` has `{old}`, which was replaced. Define {new}.")
     try:
         signature(kind.from_cell).bind("a", "|", has_decimal_comma=False)
     except TypeError:

@@ -9,17 +9,14 @@ classes. With a mean over classes instead, a task of 62 classes pulls on the sha
 strength of a single_label task beside it, and hardly learns before the other task has converged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch
-from hpo.errors import InputError
+from hpo.errors import CodeError, InputError, shorten
 from hpo.extensions import LOSSES
 from hpo.tasks.kind import KINDS, Task, kind_of
 from hpo.tasks.options import LossOptions
@@ -60,9 +57,18 @@ def loss_sum(
     extension = LOSSES.get(options.loss)
     if extension is not None and task.kind in extension.kinds:
         arguments = (logits.float(), target, options.of(options.loss), class_weight, attention_mask_BL)
-        return cast(Tensor, extension.make(kind, *arguments)).float()
-    fitting = options if options.loss in kind.losses else replace(options, loss=kind.losses[0])
-    return kind.loss_sum(logits.float(), target, fitting, class_weight, attention_mask_BL).float()
+        loss, name = extension.make(kind, *arguments), options.loss
+    else:
+        fitting = options if options.loss in kind.losses else replace(options, loss=kind.losses[0])
+        loss = kind.loss_sum(logits.float(), target, fitting, class_weight, attention_mask_BL)
+        name = fitting.loss
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or (needs_gradient and not loss.requires_grad):
+        raise CodeError(
+            f"the loss `{name}` must return a tensor with one number and its gradient by the logits, but got "
+            f"`{shorten(repr(loss), 60)}`."
+        )
+    return loss.float()
 
 
 @dataclass(eq=False)

@@ -24,8 +24,6 @@ weights, and thousands of resamples are matrix products. A metric of the study's
 of truths and predictions. For it the rows themselves are stored, and each resample is a call.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,9 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.code import errors_of_code
-from hpo.config.study_file import show
-from hpo.errors import InputError
-from hpo.extensions import metrics_of
+from hpo.extensions import as_number, metrics_of
 from hpo.tasks.example import Example
 from hpo.tasks.kind import FloatArray, Task, kind_of
 
@@ -88,7 +84,8 @@ class RowStatistics:
             for name, metric in metrics.items():
                 copies = [[column[n] for n in sample] for column in self.rows]  # the metric may sort them
                 with errors_of_code():
-                    values[name].append(_number(name, metric.make(*copies)) if sample else math.nan)
+                    value = as_number(f"metric `{name}`", metric.make(*copies)) if sample else math.nan
+                values[name].append(value)
         return {name: np.array(by_sample) for name, by_sample in values.items()}
 
     def scores_without_each(self) -> dict[str, FloatArray]:
@@ -125,13 +122,6 @@ class RowStatistics:
         return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in values.items()}
 
 
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise InputError(f"the metric `{name}` must return a number, but got {show(value)}.") from None
-
-
 def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
     return row_statistics(task, predictions, examples).scores()
 
@@ -156,6 +146,5 @@ def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Ex
     annotated = [example for _, _, example in rows]
     kind = kind_of(task)
     counts_NC, values_N = kind.row_values(predicted, annotated)
-    truths = [kind.truth(one) for one in annotated]
-    kept = (truths, predicted) if metrics_of(task.kind) else ((), ())
+    kept = ([kind.truth(one) for one in annotated], predicted) if metrics_of(task.kind) else ((), ())
     return RowStatistics(task, len(examples), index_N, counts_NC, values_N, kept)

@@ -9,8 +9,6 @@ Gradients are accumulated and clipped in the dtype of their weights, by a norm i
 budget. So a resumed trial needs no scheduler state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpo import extensions
+from hpo.errors import CodeError, shorten
 from hpo.models.multitask import MultitaskModel, parameter_depths
 from hpo.training.float32_optimizer import Float32Optimizer, start_momentum, state_facts
 
@@ -145,13 +144,21 @@ def build_optimizer(
     if name in OPTIMIZERS:
         build = partial(OPTIMIZERS[name], **options)
     else:
-        build = partial(extensions.OPTIMIZERS[name].make, options=extensions.options_of(name, option))
+        build = partial(_own_optimizer, name, extensions.options_of(name, option))
     copies = [dict(group) for group in groups]  # the optimiser adds its options to them
     if state == "fp32" and all(parameter.dtype == torch.float32 for parameter in parameters):
         optimizer = build(copies)
         start_momentum(optimizer, {parameter: parameter for parameter in parameters})
         return optimizer
     return Float32Optimizer(copies, build, state, fp32_state)
+
+
+def _own_optimizer(name: str, options: Any, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    optimizer = extensions.OPTIMIZERS[name].make(groups, options)
+    if not isinstance(optimizer, Optimizer) or len(optimizer.param_groups) != len(groups):
+        message = f"the optimizer `{name}` must be a torch.optim.Optimizer over the groups, but got "
+        raise CodeError(f"{message}`{shorten(repr(optimizer), 60)}`.")
+    return optimizer
 
 
 def optimizer_state_facts(optimizer: Optimizer, requested: str) -> dict[str, Any]:
@@ -198,7 +205,10 @@ def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
 
 def own_schedule(name: str, option: Mapping[str, Any]) -> Callable[[float], float] | None:
     own = extensions.SCHEDULES.get(name)
-    return partial(own.make, options=extensions.options_of(name, option)) if own else None
+    if own is None:
+        return None
+    options = extensions.options_of(name, option)
+    return lambda remaining: extensions.as_number(f"schedule `{name}`", own.make(remaining, options))
 
 
 def schedule_factor(

@@ -1,7 +1,5 @@
 """The model of a finished trial: its best checkpoint, evaluated on a split, or exported."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +12,7 @@ from pydantic import ValidationError
 import hpo
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import evaluation_batches
-from hpo.errors import DataError, RunError, TrialEnd
+from hpo.errors import CodeError, DataError, RunError, TrialEnd
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
@@ -84,8 +82,9 @@ def with_scores(
         return result, {}
     try:
         predicted = split_predictions(executor, folder, params, split)
-    except (RunError, TrialEnd) as error:
+    except (RunError, TrialEnd, CodeError) as error:
         outcome = error.outcome if isinstance(error, TrialEnd) else Outcome.FAILED
+        outcome = Outcome.INVALID if isinstance(error, CodeError) else outcome
         return replace(result, outcome=outcome, reason=f"no score on {split}: {error}", values=None), {}
     if split == "test":
         result = replace(result, telemetry={**result.telemetry, "test_metrics": predicted.metrics()})

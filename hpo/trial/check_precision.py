@@ -6,8 +6,6 @@
 It is the check before a trial (`hpo.trial.compat`), with the costs of the batch.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import Counter, UserDict
@@ -96,6 +94,8 @@ def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -
 
 def device_of(model: nn.Module) -> DeviceInfo:
     """Return the device of the model. Raises InputError if it cannot be a reference in fp32."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model: must be a torch.nn.Module, but got a {type(model).__name__}.")
     parameters = [one for one in model.parameters() if one.is_floating_point()]
     devices = {one.device for one in parameters}
     known = {torch.device("cpu")}

@@ -6,8 +6,6 @@ Every end of a trial becomes a `TrialResult`. An error that concerns more than t
 a full disk, a lost lease, a lost GPU.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging
@@ -35,7 +33,7 @@ from hpo.config.trial_settings import (
 )
 from hpo.data.dataset import DataSet
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
-from hpo.errors import BrokenEncoderError, InputError, ModelError, RunError, TrialEnd, did_you_mean
+from hpo.errors import BrokenEncoderError, CodeError, InputError, ModelError, RunError, TrialEnd, did_you_mean
 from hpo.extensions import CALLBACKS, TRIAL, TRIALS, is_own, metrics_of
 from hpo.lost_device import lost_device_raised, raise_if_lost
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
@@ -52,6 +50,7 @@ from hpo.training.compilation import drop_compiled
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank, world_size
 from hpo.training.losses import check_loss
 from hpo.training.metrics import score
+from hpo.training.optim import own_schedule
 from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
@@ -224,7 +223,9 @@ class Executor:
             if not self.study.search_space.keys() & ({"encoder"} if is_broken else {*MODEL_SETTINGS}):
                 raise
             return TrialResult(Outcome.INVALID if is_broken else Outcome.INCOMPATIBLE, str(error))
-        except (InputError, RunError):
+        except (InputError, RunError) as error:
+            if isinstance(error, CodeError) and not is_distributed():  # there, perhaps on one rank only
+                return TrialResult(Outcome.INVALID, str(error))
             raise
         except Exception as error:
             if is_distributed():
@@ -309,6 +310,8 @@ class Executor:
             _warn_if_causal(parts.model)
             with errors_of_code():
                 parts.prepare()
+                if schedule := own_schedule(parts.config.schedule, parts.config.option):
+                    schedule(0.5)
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # another device may have more memory

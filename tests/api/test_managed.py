@@ -1,7 +1,5 @@
 """The life of a study in its database."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

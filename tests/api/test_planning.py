@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,27 +9,23 @@ from support.tiny import tiny_study
 from hpo.api import planning
 from hpo.api.planning import shares_of
 from hpo.report.status import num_shares
-from hpo.study.reading.study_record import StudyRecord, WorkerRecord
+from hpo.study.reading.study_record import WorkerRecord
 
 BUDGET: dict[str, Any] = {"hours": 2.0}
 
 
-def worked_on(budget: Any, devices: str) -> StudyRecord:
-    """The record of a study with a live worker on each of these devices, and a dead one."""
-    seen = datetime.now(UTC)
+@pytest.mark.parametrize("given", [{}, {"budget": BUDGET}])
+@pytest.mark.parametrize("devices", ["a", "aab"])
+def test_plan_and_status_divide_the_time_by_live_workers(tmp_path: Path, given: Any, devices: str) -> None:
+    """A letter is the device of a live worker, and the worker of x is dead."""
     workers = [
-        WorkerRecord(f"w{n}", "node1", n, seen, alive=name != "x", trial_number=None, device=name)
+        WorkerRecord(
+            f"w{n}", "node1", n, datetime.now(UTC), alive=name != "x", trial_number=None, device=name
+        )
         for n, name in enumerate(devices + "x")
     ]
-    return record_of([], workers=workers, definition={"budget": budget} if budget else {})
-
-
-@pytest.mark.parametrize("budget", [None, BUDGET])
-@pytest.mark.parametrize("devices", ["a", "aab"])
-def test_plan_and_status_divide_the_time_by_live_workers(tmp_path: Path, budget: Any, devices: str) -> None:
-    record = worked_on(budget, devices)
-    config = tiny_study(tmp_path, **({"budget": budget} if budget else {}))
-    assert shares_of(config, record, None) == num_shares(record) == len({*devices} if budget else devices)
+    record, config = record_of([], workers=workers, definition=given), tiny_study(tmp_path, **given)
+    assert shares_of(config, record, None) == num_shares(record) == len({*devices} if given else devices)
 
 
 @pytest.mark.parametrize(("gpus", "shares"), [(0, 1), (2, 2), (8, 3)])

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from support import own_code_studies
-from support.command_line import PYTHON_PATH, hpo_command, ok, saved_steps
+from support.command_line import finish, hpo_command, ok, saved_steps, start_python
 from support.tiny import write_study
 
 import hpo
@@ -43,12 +39,6 @@ print(study.run().ended, [trial.state for trial in study.record.trials])
 """
 
 
-def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    command = [sys.executable, "-c", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-
-
 def test_methods_and_commands_share_a_study(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = hpo.Study(write_study(folder, **GRID))
     with pytest.raises(StorageError):
@@ -63,8 +53,6 @@ def test_methods_and_commands_share_a_study(folder: Path, capsys: pytest.Capture
     assert sorted(trials["precision"]) == ["bf16", "bf16", "fp32", "fp32"]
     assert trials.loc[best.number, "objective.score"] == best.values[0]  # type: ignore[index]
     assert study.report() == Path("runs/tiny/report/report.html")
-    compared = study.compare(top=1, max_seeds=3, precisions=("fp32", "bf16"))
-    assert compared == ok(hpo_command(folder, "compare", "tiny.yaml", "--json")).json
 
 
 def test_a_run_prepares_its_study_once(folder: Path) -> None:
@@ -100,8 +88,8 @@ def test_a_mapping_is_a_study(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_an_interrupt_checkpoints_the_trial(folder: Path) -> None:
     """SIGINT, like a notebook's stop button."""
     write_study(folder, n_trials=1, training={"max_steps": 4000, "batch_size": 8, "max_length": 64})
-    done = run_python(folder, INTERRUPTED)
-    assert "stopped ['RUNNING']" in done.stdout, done.stderr
+    done = finish(start_python(folder, "-c", INTERRUPTED))
+    assert "stopped ['RUNNING']" in done.out, done.err
     assert saved_steps(folder)
 
 
@@ -158,6 +146,9 @@ def test_train_check_and_verify_need_no_database(folder: Path) -> None:
     ("method", "options", "message"),
     [
         ("run", {"n_trials": 0}, "`n_trials` must be > 0, but got 0"),
+        ("run", {"n_trials": "5"}, "`n_trials` must be > 0, but got 5"),
+        ("run", {"n_trials": 2.5}, "`n_trials` must be a whole number <= 100000, but got 2.5"),
+        ("run", {"n_trials": 100_001}, "`n_trials` must be a whole number <= 100000, but got 100001"),
         ("run", {"timeout": 0.0}, "`timeout` must be > 0"),
         ("run", {"workers": 2, "workers_per_device": 2}, "Give one of them"),
         ("run", {"until": "teatime"}, "teatime"),
@@ -169,12 +160,11 @@ def test_train_check_and_verify_need_no_database(folder: Path) -> None:
     ],
 )
 def test_methods_refuse_impossible_values(
-    searched: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], message: str
+    folder: Path, method: str, options: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.chdir(searched)
-    monkeypatch.delenv("HPO_STORAGE", raising=False)
+    study = hpo.Study(write_study(folder), quiet=True)
     with pytest.raises(InputError, match=message):
-        getattr(hpo.Study("tiny.yaml", quiet=True), method)(**options)
+        getattr(study, method)(**options)
 
 
 def test_a_study_uses_its_own_code_after_another_study_was_loaded(folder: Path) -> None:

@@ -19,10 +19,11 @@ import statistics
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optuna
 
@@ -74,9 +75,8 @@ class Case:
         return StudyConfig.model_validate(content)
 
 
-@dataclass(frozen=True)
-class Spent:
-    """What one precision of a study took."""
+class Spent(NamedTuple):
+    """Costs of the broken precision in a study."""
 
     starts: float
     """Share of the trials that began."""
@@ -123,12 +123,6 @@ class Trainer:
         self.compute[precision] += 1.0 - begin
         return self._result(params, Outcome.COMPLETE, score)
 
-    def spent(self, precision: str) -> Spent:
-        compute = self.compute[precision]
-        return Spent(
-            self.starts[precision] / self.starts.total(), compute / sum(self.compute.values()), compute
-        )
-
     def _score(self, params: dict[str, Any], share: float) -> float:
         best = -4.0 + 0.2 * math.log2(params["batch_size"] / 8)
         noise = random.Random(f"{params} {share}").gauss(0.0, 0.02 / math.sqrt(share))
@@ -159,23 +153,22 @@ def run(case: Case) -> Spent:
         ended = run_worker(config, storage, trainer, WorkerOptions(poll_seconds=0.01)).ended
     if ended != "finished":
         raise RuntimeError(f"{case} must finish, but it ended as {ended}.")
-    return trainer.spent(BROKEN)
+    starts, compute = trainer.starts, trainer.compute
+    return Spent(starts[BROKEN] / starts.total(), compute[BROKEN] / compute.total(), compute[BROKEN])
 
 
 def line(sampler: str, pruner: str, breaks_at: float, found: list[Spent]) -> str:
     """One line of the table."""
 
-    def cell(values: list[float], form: str) -> str:
+    def cell(values: Sequence[float], form: str) -> str:
         return f"{statistics.mean(values):{form}} ({max(values):{form}})"
 
+    starts, compute, trials = zip(*found, strict=True)
     cells = (
-        f"starts {cell([one.starts for one in found], '3.0%')}",
-        f"compute {cell([one.compute for one in found], '3.0%')}",
-        f"whole trials {cell([one.whole_trials for one in found], '4.1f')}",
+        f"starts {cell(starts, '3.0%')}, compute {cell(compute, '3.0%')}, whole trials {cell(trials, '4.1f')}"
     )
-    is_wanted = all(one.is_wanted for one in found)
-    told = "" if is_wanted else "  NOT as wanted"
-    return f"{sampler:6} {pruner:8} breaks at {breaks_at:4.0%}: {', '.join(cells)}{told}"
+    told = "" if all(one.is_wanted for one in found) else "  NOT as wanted"
+    return f"{sampler:6} {pruner:8} breaks at {breaks_at:4.0%}: {cells}{told}"
 
 
 def main() -> None:

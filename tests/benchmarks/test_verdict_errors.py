@@ -33,5 +33,5 @@ def test_equal_models_are_found_as_good() -> None:
 
 def test_a_cell_counts_the_first_verdict() -> None:
     cell = CELLS["loss of 0.5 % of the rows, 1,000 rows"]
-    worse = Cell("a large loss", cell.task, type(cell.draw)(rows=0.3), 30.0)  # type: ignore[call-arg, operator]
+    worse = Cell("a large loss", cell.task, type(cell.draw)(rows=0.3), 30.0)
     assert verdict_of(worse, (1, 0)) == "worse"

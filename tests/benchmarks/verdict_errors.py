@@ -276,6 +276,8 @@ def cells() -> list[Cell]:
     one, many = (1,), (9, 19, 50)
     few = {"labelled": 50, "flips": 0.002}
     alike = {"rows": 0.005, "spread": 0.0}
+    lost = "loss of 0.5 % of the rows"
+    same_rows, many_rows = Accuracy(loss=0.5, same_rows=True), Accuracy(10_000, flips=0.005, spread=0.0)
     score = "one model each: mean of two tasks, one labelled in 50 rows loses 2 %"
 
     def rare(name: str, num_classes: int, rows: int, lost: float, looks: Sequence[int] = LOOKS) -> Cell:
@@ -291,11 +293,9 @@ def cells() -> list[Cell]:
         Cell("no difference, macro F1, 1,000 rows", macro, Accuracy(), 0.0),
         Cell("no difference, the same rows flip, 1,000 rows", accuracy, Accuracy(same_rows=True), 0.0),
         Cell("loss of 0.5 in all runs and rows, 1,000 rows", accuracy, Accuracy(loss=0.5), 0.5),
-        Cell(
-            "loss of 0.5, the same rows flip, 1,000 rows", accuracy, Accuracy(loss=0.5, same_rows=True), 0.5
-        ),
-        Cell("loss of 0.5 % of the rows, 1,000 rows", accuracy, Accuracy(rows=0.005), 0.5),
-        Cell("loss of 0.5 % of the rows, no flips, 1,000 rows", accuracy, Accuracy(flips=0.0, **alike), 0.5),
+        Cell("loss of 0.5, the same rows flip, 1,000 rows", accuracy, same_rows, 0.5),
+        Cell(f"{lost}, 1,000 rows", accuracy, Accuracy(rows=0.005), 0.5),
+        Cell(f"{lost}, no flips, 1,000 rows", accuracy, Accuracy(flips=0.0, **alike), 0.5),
         Cell("50 of 1,000 rows labelled, 1 % lost", accuracy, Accuracy(rows=0.01, **few), 1.0),
         Cell("50 of 1,000 rows labelled, 2 % lost", accuracy, Accuracy(rows=0.02, **few), 2.0),
         rare("macro F1, 20 classes, a class of 5 rows loses 20 %", 20, 5, 0.2),
@@ -309,20 +309,8 @@ def cells() -> list[Cell]:
         nothing(50, 1000),
         nothing(3000, 3000),
         ScoreCell(score, {}, TwoTasks(0.02), 1.0, one),
-        Cell(
-            "one model each: loss of 0.5 % of the rows, 3,000 rows",
-            accuracy,
-            Accuracy(3000, **alike),
-            0.5,
-            one,
-        ),
-        Cell(
-            "one model each: no difference, 10,000 rows",
-            accuracy,
-            Accuracy(10000, flips=0.005, spread=0.0),
-            0.0,
-            one,
-        ),
+        Cell(f"one model each: {lost}, 3,000 rows", accuracy, Accuracy(3000, **alike), 0.5, one),
+        Cell("one model each: no difference, 10,000 rows", accuracy, many_rows, 0.0, one),
         Cell("no difference, 3,000 rows", accuracy, Accuracy(3000), 0.0),
     ]
 

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
-import itertools
 import json
 import re
 import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from support import own_code_studies
@@ -78,21 +76,10 @@ def test_export_replaces_only_a_model_of_the_same_study(folder: Path) -> None:
     assert (provenance["study"], provenance["scores"]) == ("tiny", scores)
 
 
-def full_disk_from(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the writing of weights fail from this call on."""
-    calls, write = itertools.count(1), checkpoint.save_file
-
-    def save_file(*args: Any, **options: Any) -> None:
-        if next(calls) >= call:
-            raise OSError(28, "No space left on device")
-        write(*args, **options)
-
-    monkeypatch.setattr(checkpoint, "save_file", save_file)
-
-
 def test_weights_lost_on_a_full_disk_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_study(tmp_path, n_trials=1)
-    full_disk_from(1, monkeypatch)
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(checkpoint, "save_file", full)
     lost = r"Warning: The best weights of trial 0 were not kept: .*No space left on device\. Free some space"
     for command in ("run", "status", "best"):
         assert re.search(lost, ok(hpo_command(tmp_path, command, "tiny.yaml", width=1000)).out), command

@@ -1,18 +1,13 @@
-from __future__ import annotations
-
 import ast
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 import typer
-from support.command_line import COMMANDS, ROOT, Finished, finish, hpo_command, ok, refused, start_hpo
+from support.command_line import COMMANDS, Finished, finish, hpo_command, ok, refused, start_hpo, start_python
 from support.tiny import write_study
 
 from hpo.cli.options import ended_at_once
@@ -22,19 +17,14 @@ from hpo.study.store.storage import open_storage
 
 def slow_modules_after(folder: Path, *arguments: str) -> set[str]:
     """Run `hpo` in a new process in `folder` and return its imported modules that take long."""
-    names = (
-        *("torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "plotly"),
-        *("optuna", "sqlalchemy"),
-    )
+    names = ("torch", "transformers", "datasets", "pandas", "sklearn", "scipy", "plotly", "optuna")
+    names += ("sqlalchemy",)
     code = (
         f"import sys, hpo.cli.commands\nsys.argv = ['hpo', *{arguments}]\n"
         "try: hpo.cli.commands.main()\nexcept SystemExit: pass\n"
         f"print([name for name in {names} if name in sys.modules])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
-    return set(ast.literal_eval(done.stdout.splitlines()[-1]))
+    return set(ast.literal_eval(finish(start_python(folder, "-c", code)).out.splitlines()[-1]))
 
 
 def test_help_imports_no_slow_module(tmp_path: Path) -> None:
@@ -44,6 +34,7 @@ def test_help_imports_no_slow_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("studies",),
         ("status", "tiny"),
         ("best", "tiny"),
         ("pause", "tiny"),
@@ -58,6 +49,7 @@ def test_command_without_models_imports_no_slow_module(
     found = slow_modules_after(tmp_path, *arguments, "--storage", f"sqlite:///{folder}/runs/hpo.db")
     assert not found & {"transformers", "datasets", "plotly"}
     assert "pandas" not in found or arguments[0] == "best"
+    assert "torch" not in found or arguments[0] != "studies"
     assert "sqlalchemy" in found
 
 
@@ -93,7 +85,6 @@ def test_init_makes_a_study_without_trials(tmp_path: Path) -> None:
 def test_dashboard_prints_its_address_and_ends_on_ctrl_c(folder: Path) -> None:
     options = ("--port", "0", "--host", "127.0.0.2")
     process = start_hpo(folder, "dashboard", "tiny.yaml", *options, PYTHONUNBUFFERED="1")
-    assert process.stdout is not None
     line = process.stdout.readline()
     found = re.fullmatch(r"http://(127\.0\.0\.2:\d+)/dashboard/studies/1 \(Ctrl-C ends it\)\n", line)
     assert found, line or finish(process)
@@ -123,7 +114,6 @@ def test_train_prints_the_record_of_a_trial(ran: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("worker",), "Missing argument 'STUDY'"),
-        (("worker", "--idle-timeout", "3"), "Error: `hpo worker --idle-timeout` was removed. "),
         (("run", "tiny.yaml", "--timeout", "nan"), "must be a number of seconds > 0, but got nan"),
         (("run", "tiny.yaml", "--until", "2020-01-01T00:00"), "Error: --until must lie ahead, but got 2020"),
         (("run", "tiny.yaml", "--n-trials", "0"), "'--n-trials'"),

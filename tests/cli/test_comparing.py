@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shutil
 import signal
 import time
@@ -84,8 +82,7 @@ def planted_folder(planted_search: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def compared_trials(folder: Path) -> list[TrialRecord]:
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
-        return read_study(storage, "planted-compare").trials if storage.has_study("planted-compare") else []
+    return stored(folder, "planted-compare").trials
 
 
 PLANTED = ("compare", "tiny.yaml", "--top", "1", "--precisions", "bf16")

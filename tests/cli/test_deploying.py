@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -40,7 +38,7 @@ def mood(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_form_with_a_large_loss_is_refused(mood: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--artifacts", INT8, "--max-drop", f"{MAX_DROP:g}", "--out", str(out))
-    with ruined_exports("hpo.api.deploying"):
+    with ruined_exports():
         finished = ok(hpo_command(mood, "deploy", "mood", *options))
     assert re.search(r"^ onnx int8 dynamic .* worse +$", finished.out, re.MULTILINE)
     assert f'hpo.load("{out}/model", device="cpu")' in finished.out

@@ -1,7 +1,5 @@
 """`hpo check` and `hpo plan`: before a study runs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

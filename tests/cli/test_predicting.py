@@ -1,17 +1,13 @@
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import huggingface_hub.constants
 import pytest
-from support.command_line import ROOT, hpo_command, ok, refused
+from support.command_line import finish, hpo_command, ok, refused, start_python
 from support.readme import README
 
 from hpo.config.study_config import load_study
@@ -81,8 +77,5 @@ def test_an_export_works_alone_in_a_new_process(exported: Path, tmp_path: Path) 
         "import sys, hpo; assert 'torch' not in sys.modules; model = hpo.load('elsewhere', device='cpu'); "
         "print(model.predict(['I sleep badly.'])[0]['severity'].label)"
     )
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in ("none", "mild", "moderate", "severe")
+    done = ok(finish(start_python(tmp_path, "-W", "error::UserWarning", "-c", script)))
+    assert done.out.strip() in ("none", "mild", "moderate", "severe")

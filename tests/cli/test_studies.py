@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import json
 import os
 import time
 from pathlib import Path
@@ -9,12 +6,22 @@ from typing import Any
 import fsspec
 import pytest
 import sqlalchemy as sa
-from support.command_line import finish, hpo_command, ok, refused, saved_steps, start_hpo, stored, wait_until
+from support.command_line import (
+    change_definition,
+    finish,
+    hpo_command,
+    ok,
+    refused,
+    saved_steps,
+    start_hpo,
+    stored,
+    wait_until,
+)
 from support.jsonl_sets import write_set
 from support.tiny import ENCODER, write_long_study, write_study
 
 from hpo.study.checkpoints.checkpoint_folders import note_database
-from hpo.study.store.schema import studies, workers
+from hpo.study.store.schema import workers
 from hpo.study.store.storage import open_storage
 
 TOPIC = {"tasks": {"topic": {"kind": "single_label", "classes": ["a", "b"]}}}
@@ -28,14 +35,6 @@ def elsewhere(folder: Path) -> tuple[Path, str]:
     """An empty folder, and the URL of the database in `folder`."""
     (folder / "elsewhere").mkdir()
     return folder / "elsewhere", f"sqlite:///{folder}/runs/hpo.db"
-
-
-def change_definition(folder: Path, **changes: Any) -> None:
-    """Change keys of the stored study, like a stranger with access to its database."""
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        row = connection.execute(sa.select(studies)).one()
-        definition = json.loads(row.definition) | changes
-        connection.execute(sa.update(studies).values(definition=json.dumps(definition)))
 
 
 @pytest.fixture

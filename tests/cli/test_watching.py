@@ -1,9 +1,5 @@
-"""`hpo status --watch` updates until the end of the study."""
-
-from __future__ import annotations
-
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,32 +22,16 @@ def storage(tmp_path: Path) -> Iterator[Storage]:
         yield storage
 
 
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
-    """Replace the waits between two updates by calls; return their seconds."""
+def test_a_pipe_shows_only_changes(tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
 
-    def use(*calls: Callable[[], object]) -> list[float]:
-        left, seconds = iter(calls), []
+    def sleep(interval: float) -> None:
+        seconds.append(interval)
+        if len(seconds) != 2:
+            with worker_on(storage, study(2)) as worker:
+                worker.record_outcome(begin(worker)[0], result("complete", values=(0.75,)))
 
-        def wait(interval: float) -> None:
-            seconds.append(interval)
-            next(left)()
-
-        monkeypatch.setattr(screens, "sleep", wait)
-        return seconds
-
-    return use
-
-
-def run_one(storage: Storage) -> None:
-    with worker_on(storage, study(2)) as worker:
-        worker.record_outcome(begin(worker)[0], result("complete", values=(0.75,)))
-
-
-def test_a_pipe_shows_only_changes(
-    tmp_path: Path, storage: Storage, waits: Callable[..., list[float]]
-) -> None:
-    seconds = waits(lambda: run_one(storage), lambda: None, lambda: run_one(storage))
+    monkeypatch.setattr(screens, "sleep", sleep)
     watched = ok(hpo_command(tmp_path, *WATCH))
     headlines = [line for line in watched.out.splitlines() if line.startswith("tiny: ")]
     assert [line.split()[1] for line in headlines] == ["0", "1", "2"]

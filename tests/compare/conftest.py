@@ -1,7 +1,5 @@
 """Databases with and without a finished study."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -35,7 +35,6 @@ def test_configurations_are_validated(tmp_path: Path) -> None:
         ([{"learning_rate": 1}, {"fp_precision": "bf16"}], ["first.0.learning_rate: learning_rate=1", BF16]),
         ([{"init_scale": 8}], ["first.0.init_scale: init_scale is searched only with fp_precision=fp16."]),
         ({"top": 2}, ["first.study: must be given."]),
-        ({"study": "a", "csv": "b"}, ["first.csv: this key was removed. Copy that study into this database"]),
         ({"study": "a", "best": 2}, ["first.best: there is no such key."]),
     ],
 )

@@ -15,9 +15,9 @@ STATES = {"type": "categorical", "choices": ["fp32", "int8"]}
 OPTIMIZERS = {"type": "categorical", "choices": ["adamw", "sgd"]}
 PRECISIONS = {"type": "categorical", "choices": ["bf16", "bf16-true"]}
 WEIGHT = {"type": "float", "low": 0.0, "high": 2.0}
+MAYBE = {"type": "categorical", "choices": [1, 0]}
 BOTH_WEIGHTS = {"training": {"sampling_weight.news": 0}, "search_space": {"sampling_weight.mail": WEIGHT}}
 SYNTHETIC = {"name": "a", "source": "synthetic"}
-MAYBE = {"type": "categorical", "choices": [1, 0]}
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import hashlib
 import inspect
 from pathlib import Path
 from typing import Any, get_args
@@ -6,8 +7,8 @@ import optuna
 import pytest
 
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
-from hpo.config.study_config import StudyConfig, load_study
-from hpo.errors import StudyFileError
+from hpo.config.study_config import StudyConfig, load_study, study_of
+from hpo.errors import InputError, StudyFileError
 from hpo.precision.table import AmpConfig
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -89,3 +90,12 @@ def test_options_exist_in_optuna(config: Any, module: Any) -> None:
         # `promote` does not use Optuna's pruner.
         assert name == "promote" or config.OPTIONS.get(name, {}).keys() <= arguments.keys()
         assert config.OPTIONS.get(name, {}).keys() <= config.model_fields.keys()
+
+
+def test_a_mapping_has_the_keys_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    content = {"name": "s", "code": "empty.py", "data": {"source": "synthetic"}}
+    assert study_of(content).code == {"empty.py": hashlib.sha256(b"").hexdigest()}
+    with pytest.raises(InputError, match=r"^path: there is no such key.*\ncode: .*absent.py must be a file"):
+        study_of(content | {"path": "x", "code": "absent.py"})

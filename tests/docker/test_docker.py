@@ -20,9 +20,9 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 OF_IMAGE = [name for name, service in SERVICES.items() if "localhost/hpo" in service["image"]]
 
 
-def without_variables(text: str, **values: str) -> str:
+def without_variables(text: str) -> str:
     """`text` with `${NAME:-default}` replaced, as compose does."""
-    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: values.get(found[1], found[2]), text)
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
 def test_the_image_is_of_an_ordinary_user_and_no_secret_comes_to_lie_in_a_layer() -> None:

@@ -1,7 +1,5 @@
 """Row bounds, pseudo-values and baselines, against brute force and scikit-learn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -60,7 +58,6 @@ def test_contributions_have_the_mean_of_the_score(kind: str, metric: str) -> Non
     task = task_of(kind, metric)
     truths, predicted = random_rows(kind, 60, 0)
     found = scored({"t": statistics_of(task, truths, predicted)}, f"t/{metric}")
-    assert found is not None
     factor = -1 if metric in ("mae", "rmse") else 100
     assert found.value == pytest.approx(factor * score(task, predicted, rows_of(task, truths))[metric])
     assert found.rows_N.mean() == pytest.approx(found.value)
@@ -72,7 +69,6 @@ def test_pseudo_values_follow_the_jackknife() -> None:
     task = task_of("single_label", "f1_macro")
     truths, predicted = random_rows("single_label", 40, 2)
     found = scored({"t": statistics_of(task, truths, predicted)}, "t/f1_macro")
-    assert found is not None
     rows = rows_of(task, truths)
     without = [
         score(task, [*predicted[:n], *predicted[n + 1 :]], [*rows[:n], *rows[n + 1 :]])["f1_macro"]
@@ -89,7 +85,6 @@ def test_a_task_with_few_labelled_rows_has_a_large_bound_in_the_score() -> None:
     labels = [{"u": "a", "t": "b"} if n < 50 else {"u": "a"} for n in range(1000)]
     rows = [Example(str(n), "text", one, {}, annotated=frozenset(one)) for n, one in enumerate(labels)]
     found = scored(perfect_statistics(tasks, rows), "score")
-    assert found is not None
     assert (len(found.rows_N), found.value) == (1000, 100.0)
     assert found.row_bound == pytest.approx(100 * (20 + 1) / 2)
 
@@ -97,10 +92,8 @@ def test_a_task_with_few_labelled_rows_has_a_large_bound_in_the_score() -> None:
 def test_errors_are_capped_at_the_range_of_the_labels() -> None:
     task = Task("t", "regression", primary="mae")
     far = scored({"t": statistics_of(task, [0.0, 1.0, 2.0, 4.0], [0.0, 1.0, 2.0, 1e9])}, "t/mae")
-    assert far is not None
     assert (far.value, far.row_bound) == (pytest.approx(-1.0), pytest.approx(4.0))
     one = scored({"t": statistics_of(Task("t", "single_label", CLASSES), ["a"], ["a"])}, "t/accuracy")
-    assert one is not None
     assert one.standard_error == np.inf
 
 

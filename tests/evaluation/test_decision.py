@@ -1,7 +1,5 @@
 """The decision against closed forms; its error rates are in tests/benchmarks/test_verdict_errors.py."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,7 @@
 """`hpo.compare_predictions`: verdicts, forms of input and refused input. Error rates: tests/benchmarks."""
 
-from __future__ import annotations
-
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +77,8 @@ def test_a_reference_without_learning_shows_nothing(percent: int, has_learned: b
 def test_a_run_below_the_middle_to_the_baseline_has_collapsed() -> None:
     runs = [with_accuracy(percent) for percent in (100, 76, 75, 74)]
     assert compare_runs([BALANCED] * 4, runs, 5.0).collapses.num_collapsed == 1
-    assert compare_runs([BALANCED] * 2, [BALANCED] * 2, 24.9).collapses.num_runs == 2
+    two = compare_runs([BALANCED] * 2, [BALANCED] * 2, 24.9)
+    assert (two.collapses.num_runs, "; 2 runs, 1,000 labelled rows" in two.sentence) == (2, True)
     assert compare_runs([BALANCED] * 2, [BALANCED] * 2, 25.0).collapses is None, "they lose the margin alone"
     for margin, condition in (
         (5.0, "fewer than 10% of runs collapse to the baseline, a loss of 50.00 points"),
@@ -91,8 +91,6 @@ def test_rows_limit_an_rmse_by_the_errors_of_the_baseline() -> None:
     """The effect of a row is smallest for a poor model."""
     rows = [Example("", "x", {"t": n % 2}, {}, annotated=frozenset("t")) for n in range(100)]
     facts = label_facts([Task("t", "regression", primary="rmse")], rows, Question("t/rmse", 0.1))
-    assert facts is not None
-    assert facts.baseline is not None
     assert facts.row_bound == facts.baseline.row_bound == pytest.approx(10 * (26**0.5 - 5))
 
 
@@ -169,6 +167,8 @@ def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_few_rows_limit_the_excluded_losses(metric: str, margin: float, row_bound: float, text: str) -> None:
     facts = Facts(9, row_bound, None, -math.inf, {})
     assert facts.limit(Question(metric, margin)).startswith(text)
+    rare = replace(facts, rare=dict.fromkeys("abcdefg", 1)).limit(Question(metric, margin))
+    assert math.isinf(margin) or rare.endswith("`d` (1), `e` (1) and 2 more.")
 
 
 def test_verdict_in_label_units_states_its_condition() -> None:

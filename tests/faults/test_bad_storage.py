@@ -15,10 +15,10 @@ from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 
-def refusal(url: str, *, create: bool = True) -> HpoError:
+def refusal(url: str) -> HpoError:
     """Open the storage, expect an error and check its form."""
     with pytest.raises(HpoError) as raised:
-        open_storage(url, create=create).close()
+        open_storage(url).close()
     message = str(raised.value)
     assert "secret" not in message
     assert PASSWORD not in message

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.command_line import PYTHON_PATH
 from support.worker_process import check_done, notes, study, wait_for, work
 
 from hpo.study.reading.reader import read_study
@@ -26,14 +27,13 @@ CONFIG = study(len(OFFSETS) * TRIALS_PER_STEP + 2, pruner={"name": "none"})
 
 def start_worker(url: str, log: Path, clock: Path, machine: str) -> subprocess.Popen[bytes]:
     """Start a worker whose wall clock follows the file `clock`; its monotonic clock is the real one."""
-    here = Path(__file__).parent
     faked = {
         "LD_PRELOAD": str(LIBRARY),
         "FAKETIME_TIMESTAMP_FILE": str(clock),
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "FAKETIME_FORCE_MONOTONIC_FIX": "0",  # the fix adds the step to waits by the monotonic clock
-        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": PYTHON_PATH,
     }
     command = [sys.executable, __file__, url, str(log), machine]
     return subprocess.Popen(command, env={**os.environ, **faked})
@@ -61,13 +61,8 @@ def test_clock_steps_kill_no_worker(sqlite_url: str, tmp_path: Path, machines: t
     assert "crashed" not in {trial.outcome for trial in record.trials}
 
 
-def sleep(seconds: float) -> None:
-    """Replace `time.sleep`: libfaketime 0.9.10 alters its monotonic end."""
-    threading.Event().wait(seconds)
-
-
 if __name__ == "__main__":
-    time.sleep = sleep
+    time.sleep = threading.Event().wait  # libfaketime 0.9.10 alters the monotonic end of `time.sleep`
     if sys.argv[3]:
         socket.gethostname = lambda: sys.argv[3]
     work(sys.argv[1], CONFIG, Path(sys.argv[2]), trial_seconds=0.7)

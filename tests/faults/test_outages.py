@@ -53,11 +53,6 @@ pytestmark = pytest.mark.postgres
 STEPS, EVALUATED = 100, list(range(20, 101, 20))
 
 
-def last_saved_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint in a trial's folder, or 0."""
-    return max((int(path.name.removeprefix("step-")) for path in folder.glob("step-*[0-9]")), default=0)
-
-
 class Train:
     """A simulated Executor: each evaluation has a checkpoint."""
 
@@ -71,7 +66,7 @@ class Train:
     def run(self, _params: Any, folder: Path, _key: str, callbacks: Any, **_: Any) -> Any:
         number = int(folder.name.removeprefix("trial-"))
         tell = partial(note, self._folder / "log", number=number, pid=os.getpid())
-        start = last_saved_step(folder)
+        start = max((int(path.name.removeprefix("step-")) for path in folder.glob("step-*")), default=0)
         tell(event="started", step=start)
         try:
             for step in range(start + 1, STEPS + 1):

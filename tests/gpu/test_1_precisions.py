@@ -132,11 +132,7 @@ def references() -> dict[str, float]:
 
 
 def test_a_trial_trains_like_fp32(
-    device: DeviceInfo,
-    name: str,
-    references: dict[str, float],
-    tmp_path: Path,
-    figure: Callable[[str], None],
+    device: DeviceInfo, name: str, references: dict[str, float], tmp_path: Path, figure: Callable[[str], None]
 ) -> None:
     result, loss = trained(tmp_path / name, device, name)
     if name == "fp32":

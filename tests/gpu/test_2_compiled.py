@@ -153,7 +153,7 @@ def compute_in_fp32(linear: nn.Linear) -> None:
         with torch.autocast(inputs.device.type, enabled=False):
             return F.linear(inputs.float(), linear.weight, linear.bias).to(torch.bfloat16)
 
-    linear.forward = forward  # type: ignore[method-assign]
+    linear.forward = forward
 
 
 def compiled_parts(executor: Executor, *, planted: bool) -> tuple[TrialParts, MixedPrecision, Observation]:

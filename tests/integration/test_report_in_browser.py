@@ -32,7 +32,7 @@ def test_report_draws_the_scores_of_all_trials(tmp_path: Path, chromium: Any, wi
     for summary in page.locator("summary").all():
         summary.click()
     text = page.inner_text("body")
-    assert not UNKNOWN.search(text), text[UNKNOWN.search(text).start() - 200 :]  # type: ignore[union-attr]
+    assert not UNKNOWN.search(text), text[UNKNOWN.search(text).start() - 200 :]
     drawn = page.evaluate("document.getElementById('history').data.map(each => [each.name, each.y])")
     shown = (value for name, ys in drawn if name in EXAMPLES_PER_SECOND for value in ys)
     assert sorted(shown) == pytest.approx(sorted(values))

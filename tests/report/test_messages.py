@@ -1,7 +1,5 @@
 """Sentences about a study, and the screens with them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

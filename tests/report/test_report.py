@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import errno
 import html
@@ -21,7 +19,6 @@ from hpo.report.detailed import HEADING
 from hpo.report.report import write_report
 from hpo.report.tables import StudyTables
 from hpo.report.verdicts import VERDICT_COLUMNS
-from hpo.study.reading.study_record import StudyRecord
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
 CHARTS = {"history", "precision_metric", "metric_throughput", "learning_curves"}
@@ -82,7 +79,7 @@ def test_page_loads_nothing_from_outside(full_report: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def hostile_record() -> StudyRecord:
+def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
     spans = [[HOSTILE, 3, 20]], [[HOSTILE, 10, 40], ["b", 2, 5]]
     tasks = {
         HOSTILE: single_label(
@@ -105,11 +102,8 @@ def hostile_record() -> StudyRecord:
     failed.params["fp_precision"] = HOSTILE
     failed.telemetry["precision"]["requested"] = HOSTILE
     definition = {**DEFINITION, "training": {HOSTILE: HOSTILE}}
-    return record_of([trial, failed], name=HOSTILE, metric_names=(HOSTILE,), definition=definition)
-
-
-def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
-    text = without_plotly(write_report(hostile_record(), tmp_path))
+    record = record_of([trial, failed], name=HOSTILE, metric_names=(HOSTILE,), definition=definition)
+    text = without_plotly(write_report(record, tmp_path))
     assert f"<h2>{HEADING}" in text
     assert not re.search("<script>window|<img", text)
     assert "&lt;script&gt;window.hacked=1&lt;/script&gt;" in text

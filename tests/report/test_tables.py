@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from typing import Any
@@ -8,7 +6,6 @@ import pandas as pd
 import pytest
 from support.study_records import (
     DEVICE,
-    GPU,
     fake_record,
     fake_tables,
     fake_trial,
@@ -142,20 +139,22 @@ def test_choices_without_a_trial_are_in_the_table() -> None:
 
 
 def test_every_kind_of_device_has_its_own_row() -> None:
-    kinds, trials = ((DEVICE, "bf16"), (GPU, "bf16"), (GPU, "tf32")), []
-    for number in range(9):
-        device, precision = kinds[number % 3]
-        trial = fake_trial(number, precision)
-        trials.append(dataclasses.replace(trial, telemetry=trial.telemetry | {"device": dict(device)}))
-    devices = [DEVICE["name"], GPU["name"]]
-    rows = {(row["precision"], row["device"]): row for row in precision_table(tables_of(trials))}
-    assert ("tf32", devices[1]) in rows
-    assert ("tf32", devices[0]) not in rows
-    for device in devices:
-        speeds = [
-            trial.telemetry["throughput"][SPEED]
-            for trial in trials
-            if trial.telemetry["device"]["name"] == device and trial.params["fp_precision"] == "bf16"
-        ]
+    here = [fake_trial(number, "bf16") for number in range(2)]
+    there = [fake_trial(number, name) for number, name in enumerate(("bf16", "tf32"), start=2)]
+    gpu = {"type": "cuda", "name": "Example GPU", "compute_capability": "9.0", "cuda": "13.0"}
+    for trial in there:
+        trial.telemetry["device"] |= gpu
+        trial.telemetry["throughput"][SPEED] *= 20
+    rows = {(row["precision"], row["device"]): row for row in precision_table(tables_of(here + there))}
+    assert ("tf32", "Example GPU") in rows
+    assert ("tf32", DEVICE["name"]) not in rows
+    for device, trials in ((DEVICE["name"], here), ("Example GPU", there[:1])):
+        speeds = [trial.telemetry["throughput"][SPEED] for trial in trials]
         assert rows["bf16", device]["examples/s"] == format_number(statistics.median(speeds))
         assert "share of time" not in rows["bf16", device]
+
+
+def test_waiting_trial_has_drawn_no_precision() -> None:
+    waiting = dataclasses.replace(fake_trial(0, "fp32"), params={}, telemetry={}, state="WAITING")
+    for definition, precision in ((choosing(["fp32", "bf16"]), ""), ({}, "auto")):
+        assert list(tables_of([waiting], definition=definition).trials["precision"]) == [precision]

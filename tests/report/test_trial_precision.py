@@ -1,7 +1,5 @@
 """Precision facts of a trial, and the formats of the rows in tables."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -43,25 +43,18 @@ VOLTA = DeviceInfo(type="cuda", name="V100", compute_capability=(7, 0), cuda_bf1
 RUNS = {"AMX": {"fp32", "bf16"}, "V100": {"fp32", "fp16"}}
 
 
-@pytest.fixture
-def sqlite_url(storage: Storage) -> str:
-    """The URL of a database with its tables."""
-    return storage.url
-
-
-def worker_device(device: DeviceInfo, choices: Sequence[str] = CHOICES) -> WorkerDevice:
-    return WorkerDevice(device.device_id, left_out=left_out(choices, device, AmpConfig()))
+def worker_device(device: DeviceInfo) -> WorkerDevice:
+    return WorkerDevice(device.device_id, left_out=left_out(CHOICES, device, AmpConfig()))
 
 
 class Worker:
     """A worker on a described device, without training."""
 
     def __init__(self, config: Any, device: DeviceInfo, bf16: str = "complete") -> None:
-        self.config, self.device, self.bf16 = config, device, bf16
-        """`bf16` is the outcome of trials in bf16. After another one than `complete`, the worker stops."""
+        self.config, self.device = config, device
+        self.bf16 = bf16  # outcome of trials in bf16; the worker stops after another one than `complete`
         self.drawn: list[str] = []
-        self.barrier: threading.Barrier | None = None
-        """The first trial waits here for other workers."""
+        self.barrier: threading.Barrier | None = None  # the first trial waits here for other workers
 
     def run(self, url: str) -> RunSummary:
         stop = threading.Event()
@@ -79,55 +72,49 @@ class Worker:
             return result(self.bf16, traceback="Traceback" if self.bf16 == "failed" else None)
 
         with open_storage(url) as storage:
-            device, options = (
-                worker_device(self.device, self.config.precisions),
-                WorkerOptions(poll_seconds=0.01),
-            )
+            device, options = worker_device(self.device), WorkerOptions(poll_seconds=0.01)
             return make_and_run(self.config, storage, execute, options, device=device, stop=stop)
 
 
-def run_all(url: str, together: Sequence[Worker]) -> list[RunSummary]:
+def run_all(storage: Storage, together: Sequence[Worker]) -> list[RunSummary]:
     """Run the workers in parallel, each with its own connection."""
-    with open_storage(url) as storage:
-        create_or_resume_study(storage, together[0].config)
+    create_or_resume_study(storage, together[0].config)
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda worker: worker.run(url), together))
+        return list(pool.map(lambda worker: worker.run(storage.url), together))
 
 
 @pytest.mark.parametrize(("name", "space"), [("tpe", "finite"), ("gp", "ranges"), ("qmc", "finite")])
-def test_two_devices_finish_a_study(sqlite_url: str, name: str, space: str) -> None:
+def test_two_devices_finish_a_study(storage: Storage, name: str, space: str) -> None:
     config = study(16, sampler={"name": name, "seed": 1}, search_space=SPACES[space])
-    both, barrier = [Worker(config, AMX), Worker(config, VOLTA)], threading.Barrier(2)
-    for worker in both:
-        worker.barrier = barrier
-    assert {summary.ended for summary in run_all(sqlite_url, both)} <= {"finished", "elsewhere"}
+    both = [Worker(config, AMX), Worker(config, VOLTA)]
+    both[0].barrier = both[1].barrier = threading.Barrier(2)
+    assert {summary.ended for summary in run_all(storage, both)} <= {"finished", "elsewhere"}
     for worker in both:
         assert set(worker.drawn) <= RUNS[worker.device.name]
-    with open_storage(sqlite_url) as storage:
-        assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 16}
-        trials = storage.load_study("tiny").get_trials()
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 16}
+    trials = storage.load_study("tiny").get_trials()
     everything = optuna.distributions.CategoricalDistribution(CHOICES)
     assert all(trial.distributions["fp_precision"] == everything for trial in trials)
 
 
 @pytest.mark.parametrize(("space", "num_workers"), [(SPACES["grid"], 1), (PRECISION, 4)])
 def test_grid_points_for_another_device_are_left(
-    sqlite_url: str, space: dict[str, Any], num_workers: int
+    storage: Storage, space: dict[str, Any], num_workers: int
 ) -> None:
     config = study(12, sampler={"name": "grid", "seed": 1}, search_space=space)
     alike = [Worker(config, VOLTA) for _ in range(num_workers)]
-    for summary in run_all(sqlite_url, alike):
+    for summary in run_all(storage, alike):
         assert (summary.ended, summary.elsewhere, summary.exit_code) == ("elsewhere", ("bf16",), 0)
     each = config.num_trials // 3
     assert Counter(name for worker in alike for name in worker.drawn) == {"fp32": each, "fp16": each}
     last = Worker(config, AMX)
-    assert last.run(sqlite_url).ended == "finished"
+    assert last.run(storage.url).ended == "finished"
     assert last.drawn == ["bf16"] * each
 
 
 @pytest.mark.parametrize(("name", "end"), [("tpe", "dead"), ("tpe", "preempted"), ("grid", "failed")])
 def test_a_trial_continues_only_on_a_device_with_its_precision(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, name: str, end: str
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, name: str, end: str
 ) -> None:
     space = SPACES["grid" if name == "grid" else "finite"]
     config = study(12, sampler={"name": name, "seed": 1}, search_space=space)
@@ -142,18 +129,17 @@ def test_a_trial_continues_only_on_a_device_with_its_precision(
     if end == "dead":
         monkeypatch.setattr(WorkerLease, "__exit__", die)
         with pytest.raises(KeyboardInterrupt):
-            first.run(sqlite_url)
+            first.run(storage.url)
         monkeypatch.undo()
     else:
-        assert first.run(sqlite_url).ended == "stopped"
+        assert first.run(storage.url).ended == "stopped"
     other, again = Worker(config, VOLTA), Worker(config, AMX)
-    left = other.run(sqlite_url)
+    left = other.run(storage.url)
     assert (left.ended, left.elsewhere) == ("elsewhere", ("bf16",))
     assert "bf16" not in other.drawn
-    assert again.run(sqlite_url).ended == "finished"
+    assert again.run(storage.url).ended == "finished"
     assert again.drawn[0] == "bf16"
-    with open_storage(sqlite_url) as storage:
-        outcomes = Counter(trial.outcome for trial in read_study(storage, "tiny").trials)
+    outcomes = Counter(trial.outcome for trial in read_study(storage, "tiny").trials)
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
 
 

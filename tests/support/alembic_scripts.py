@@ -14,4 +14,4 @@ def _from_config(config: Config) -> ScriptDirectory:
     return _directories[place]
 
 
-ScriptDirectory.from_config = staticmethod(_from_config)  # type: ignore[method-assign, assignment]
+ScriptDirectory.from_config = staticmethod(_from_config)

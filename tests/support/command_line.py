@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import sqlalchemy as sa
 from typer.main import get_command
 
 import hpo
 from hpo.cli.commands import app, main
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
+from hpo.study.store.schema import studies
 from hpo.study.store.storage import open_storage
 from support.forked_program import ForkedProgram, new_program, start_program
 from support.waiting import wait_for
@@ -32,7 +34,7 @@ PYTHON_PATH = os.pathsep.join(
 """PYTHONPATH of started processes: this checkout, its tests, and what was there before."""
 COMMANDS: dict[str, Any] = {
     " ".join([name, *inner]): found
-    for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+    for name, command in get_command(app).commands.items()
     for inner, found in (
         [([one], of) for one, of in getattr(command, "commands", {}).items()] or [([], command)]
     )
@@ -78,6 +80,13 @@ def stored(folder: Path, name: str = "tiny") -> StudyRecord:
     """A study in the default database of a folder."""
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
         return read_study(storage, name)
+
+
+def change_definition(folder: Path, **changes: Any) -> None:
+    """Change keys of the stored study, like a stranger with access to its database."""
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        definition = json.loads(connection.execute(sa.select(studies)).one().definition) | changes
+        connection.execute(sa.update(studies).values(definition=json.dumps(definition)))
 
 
 def saved_steps(folder: Path, trial: int = 0) -> list[int]:

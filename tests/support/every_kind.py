@@ -23,6 +23,9 @@ PAIR_TASKS: dict[str, Any] = {
     "answer": {"kind": "span_extraction", "span_names": ["answer"], "inside_segment": "context"},
 }
 TEXT = "late again the parcel came to Rome and Ann paid too much for it in Via Appia today , broken !"
+WORDS = {"late": "late", "rude": "much", "broken": "broken", "reason": "again", "person": "Ann"}
+WORDS |= {"city": "Rome", "street": "Via", "name": "parcel"}
+"""Words that have the labels and spans of `TASKS`."""
 WINDOWS = {"max_steps": 80, "batch_size": 8, "max_length": 24, "dropout": 0.0}
 
 
@@ -38,16 +41,8 @@ def _words(text: str, word: str) -> list[list[int]]:
 def row(number: int, rng: random.Random) -> dict[str, Any]:
     """A row that is annotated for all tasks of `TASKS`."""
     text = _text(rng)
-    found = {
-        "late": _words(text, "late"),
-        "rude": _words(text, "much"),
-        "broken": _words(text, "broken"),
-        "reason": _words(text, "again"),
-        "person": _words(text, "Ann"),
-        "city": _words(text, "Rome"),
-        "street": _words(text, "Via"),
-        "name": _words(text, "parcel")[:1],
-    }
+    found = {name: _words(text, word) for name, word in WORDS.items()}
+    found["name"] = found["name"][:1]
     tags = [tag for tag in TASKS["tags"]["classes"] if found[tag]]
     topic = "delivery" if found["late"] else "price" if found["rude"] else "other"
     labels = {"topic": topic, "tags": tags, "urgency": len(text) / 10}

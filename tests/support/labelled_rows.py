@@ -1,7 +1,5 @@
 """Rows with given labels, and the statistics of predictions for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -95,20 +95,16 @@ def cast_back(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.linear(hidden.float(), weight.float()).to(torch.bfloat16)
 
 
-def wide_in_training(module: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    return cast_back(module, hidden, weight) if module.training else F.linear(hidden, weight)
-
-
-def wide_in_evaluation(module: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(hidden, weight) if module.training else cast_back(module, hidden, weight)
-
-
 def rounded_first(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
     return F.linear(hidden.bfloat16().float(), weight.bfloat16().float())
 
 
-def rounded_in_training(module: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
-    return rounded_first(module, hidden, weight) if module.training else F.linear(hidden, weight)
+def only_in(is_training: bool, compute: Compute) -> Compute:
+    return lambda module, *args: (compute if module.training == is_training else plain)(module, *args)
+
+
+wide_in_training, wide_in_evaluation = only_in(True, cast_back), only_in(False, cast_back)
+rounded_in_training = only_in(True, rounded_first)
 
 
 class WithOwn(TinyEncoder):
@@ -117,6 +113,6 @@ class WithOwn(TinyEncoder):
         self.own = Own(compute)
         self.norm = nn.BatchNorm1d(16)
 
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
         hidden = torch.tanh(self.dense(self.embedding(input_ids)))
         return BaseModelOutput(self.norm(self.own(hidden).flatten(0, 1)).unflatten(0, hidden.shape[:2]))

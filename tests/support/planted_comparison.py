@@ -189,9 +189,9 @@ def judged(
     return result
 
 
-def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
+def searched(storage: Storage, score: Score) -> StudyConfig:
     """Return a finished study."""
-    config = search_config(**changes)
+    config = search_config()
     run(storage, config, score)
     return config
 

@@ -5,14 +5,13 @@ output, by 1e-4. With one scale for all activations, int8 rounds every other cha
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from safetensors.torch import load_file, save_file
 
-from hpo.trial import best_model
+from hpo.api import deploying
 from support.jsonl_sets import write_moods
 from support.tiny import ENCODER, write_study
 
@@ -55,9 +54,7 @@ def ruin(exported: Path) -> Path:
     return exported
 
 
-def ruined_exports(module: str = "hpo.trial.best_model") -> Any:
-    """Plant the flaw in every export by `module` inside the block."""
-    export: Callable[..., Path] = best_model.export_checkpoint
-    return mock.patch(
-        f"{module}.export_checkpoint", side_effect=lambda *args, **of: ruin(export(*args, **of))
-    )
+def ruined_exports() -> Any:
+    """Plant the flaw in every deployment's export inside the block."""
+    export = deploying.export_checkpoint
+    return mock.patch.object(deploying, "export_checkpoint", lambda *args, **of: ruin(export(*args, **of)))

@@ -106,7 +106,7 @@ def transaction_pool(server: PostgresServer, database: str, size: int) -> Iterat
         for path in (folder, users, settings):
             shutil.chown(path, *user.values())
     log = (folder / "log").open("wb")
-    process = subprocess.Popen([PGBOUNCER, str(settings)], stdout=log, stderr=log, **user)  # type: ignore[call-overload]
+    process = subprocess.Popen([PGBOUNCER, str(settings)], stdout=log, stderr=log, **user)
     try:
         wait_for(lambda: _listens(port), check=lambda: _check(process, folder / "log"))
         yield server.url(database).replace(f":{server.port}/", f":{port}/")

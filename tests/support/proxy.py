@@ -16,8 +16,8 @@ class Proxy:
 
     def __init__(self, target: int) -> None:
         self._target = target
-        self._is_silent = False
-        self._lost: list[threading.Event] = []
+        self._lost = threading.Event()
+        """Set in a silence; its connections and those from before keep it."""
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
@@ -33,20 +33,17 @@ class Proxy:
             one.close()
 
     def silence(self, is_silent: bool) -> None:
-        """Change the network."""
-        self._is_silent = is_silent
-        for lost in self._lost if is_silent else ():
-            lost.set()
+        if is_silent:
+            self._lost.set()
+        else:
+            self._lost = threading.Event()
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):  # closed
             while True:
                 client, _ = self._listener.accept()
-                server, lost = socket.create_connection(("127.0.0.1", self._target)), threading.Event()
-                self._lost.append(lost)
+                server, lost = socket.create_connection(("127.0.0.1", self._target)), self._lost
                 self._sockets += (client, server)
-                if self._is_silent:
-                    lost.set()
                 for source, sink in ((client, server), (server, client)):
                     source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     threading.Thread(target=_pump, args=[source, sink, lost], daemon=True).start()

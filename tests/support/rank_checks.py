@@ -71,19 +71,20 @@ def changed_loss(what: Callable[[Batch, Tensor], Tensor]) -> Iterator[None]:
         yield
 
 
-def of_last_row(factor: float) -> Callable[[Batch, Tensor], Tensor]:
-    """Multiplies the loss of the micro-batch with the last row of the third step, which is rank 1's."""
-    steps = itertools.count(1)
+steps = itertools.count(1)
 
-    def change(batch: Batch, loss: Tensor) -> Tensor:
-        is_last = int(batch.windows_B[-1]) == current[-1]
-        return loss * factor if is_last and next(steps) == 3 else loss
 
-    return change
+def has_last_row(batch: Batch) -> bool:
+    """Whether this micro-batch ends the global batch; it is rank 1's."""
+    return int(batch.windows_B[-1]) == current[-1]
+
+
+def huge_in_third_step(batch: Batch, loss: Tensor) -> Tensor:
+    return loss * 1e36 if has_last_row(batch) and next(steps) == 3 else loss
 
 
 def infinite_under_autocast(batch: Batch, loss: Tensor) -> Tensor:
-    is_reduced = torch.is_autocast_enabled("cpu") and int(batch.windows_B[-1]) == current[-1]
+    is_reduced = torch.is_autocast_enabled("cpu") and has_last_row(batch)
     return loss * torch.inf if is_reduced else loss
 
 
@@ -111,7 +112,7 @@ def check_losses(folder: Path) -> dict[str, Any]:
     loop.collate = with_few_labels
     found["few labels"] = trained(executor, class_weighting="balanced")
     loop.collate = remember
-    with changed_loss(of_last_row(1e36)):
+    with changed_loss(huge_in_third_step):
         low = EMULATED.model_copy(update={"init_scale": 1024.0})
         found["overflow"] = trained(executor, low, fp_precision="fp16")
     with changed_loss(infinite_under_autocast):

@@ -11,12 +11,10 @@ import socket
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from unittest import mock
 
-from hpo.cluster.postgres.postgres_server import free_port
 from support.waiting import wait_for
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue", "scancel")
@@ -63,16 +61,19 @@ def why_not() -> str:
 
 
 class SlurmCluster:
-    """One cluster. Commands find it by SLURM_CONF, which `environment` sets for a block."""
+    """One cluster. Commands find it by the variables in `environment`."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hpo-slurm-"))
         self.folder.chmod(0o711)  # for jobs of root that run servers as another user
         self.config = self.folder / "slurm.conf"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._environment = {"SLURM_CONF": str(self.config), "PATH": PATH}
+        self.environment = {"SLURM_CONF": str(self.config), "PATH": PATH}
         host = socket.gethostname().split(".")[0]
-        ports = [free_port("127.0.0.1") for _ in range(3)]
+        probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        ports = [probe.getsockname()[1] for probe in probes]
+        for probe in probes:
+            probe.close()
         self.config.write_text(_CONFIG.format(folder=self.folder, host=host, ports=ports))
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (self.folder / name).mkdir()
@@ -83,12 +84,6 @@ class SlurmCluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
 
-    @contextmanager
-    def environment(self) -> Iterator[None]:
-        """What a process must have in its environment to use this cluster."""
-        with mock.patch.dict(os.environ, self._environment):
-            yield
-
     def start(self) -> None:
         files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid"}
         files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
@@ -96,23 +91,13 @@ class SlurmCluster:
         self._start("munged", "munged", "--foreground", "--force", *places)
         self.wait(lambda: (self.folder / "munge.sock").exists())
         self._start("slurmctld", "slurmctld", "-D", "-f", str(self.config))
-        for node in NODES:
-            self.start_node(node)
+        self.start_missing_nodes()
         self.wait(lambda: len(self.run("sinfo -h -N -p low -t idle -o %N", check=False).split()) == 2)
-
-    def start_node(self, node: str) -> None:
-        self._start(node, "slurmd", "-D", "-N", node, "-f", str(self.config))
 
     def start_missing_nodes(self) -> None:
         for node in NODES:
             if node not in self._processes:
-                self.start_node(node)
-
-    def kill_slurmd(self, node: str) -> None:
-        """End the node for Slurm alone: what runs on it goes on, and nobody tells of its end."""
-        slurmd = self._processes.pop(node)
-        slurmd.kill()
-        slurmd.wait()
+                self._start(node, "slurmd", "-D", "-N", node, "-f", str(self.config))
 
     def kill_node(self, node: str) -> None:
         """End a node at once, with all that runs on it: `slurmd`, the shepherds of its jobs, the jobs."""
@@ -123,7 +108,9 @@ class SlurmCluster:
                 if of_job <= {*(process / "environ").read_bytes().split(b"\0")}:
                     jobs.add(int(process.name))
                     shepherds.add(int((process / "stat").read_text().rpartition(")")[2].split()[1]))
-        self.kill_slurmd(node)
+        slurmd = self._processes.pop(node)
+        slurmd.kill()
+        slurmd.wait()
         # The shepherds before the jobs, whose end they would report.
         for pid in (*(shepherds - jobs), *jobs):
             with suppress(ProcessLookupError):
@@ -136,7 +123,7 @@ class SlurmCluster:
             capture_output=True,
             text=True,
             timeout=60,
-            env={**os.environ, **self._environment},
+            env={**os.environ, **self.environment},
         )
         assert done.returncode == 0 or not check, done.stderr
         return done.stdout
@@ -169,7 +156,7 @@ class SlurmCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._environment},
+                env={**os.environ, **self.environment},
                 start_new_session=True,
             )
 

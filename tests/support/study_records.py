@@ -74,10 +74,6 @@ def fake_record() -> StudyRecord:
     return record_of(trials, counts={"open": 1, "running": 1, "done": 38})
 
 
-GPU = {"type": "cuda", "name": "Example GPU 80GB", "compute_capability": "9.0", "torch": "2.13.0"}
-GPU |= {"host": "node2", "shared": False, "transformers": "5.23.0", "cuda": "13.0"}
-
-
 def fake_trial(number: int, precision: str, outcome: str = "complete") -> TrialRecord:
     """One trial; the same numbers for the same arguments."""
     return _trial(random.Random(number), number, precision, outcome)

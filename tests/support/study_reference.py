@@ -46,7 +46,7 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
         (tree,) = ast.parse(inspect.getsource(base)).body
-        for field, text in itertools.pairwise(tree.body):  # type: ignore[attr-defined]
+        for field, text in itertools.pairwise(tree.body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                 found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return found

@@ -120,7 +120,7 @@ def altered_executor(
             alter(model)
         return model
 
-    executor.loader.build_model = build_and_alter  # type: ignore[method-assign]
+    executor.loader.build_model = build_and_alter
     return executor
 
 
@@ -192,8 +192,8 @@ def wide_layer(model: MultitaskModel) -> None:
     torch.nn.init.normal_(block.output.dense.weight, std=1e4)
 
 
-def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> MultitaskLoss:
-    return MultitaskLoss(tasks, LossOptions(**options), {}, {})
+def tiny_objective(**options: Any) -> MultitaskLoss:
+    return MultitaskLoss(TASKS, LossOptions(**options), {}, {})
 
 
 def overflow_in_reduced_precision(model: MultitaskModel) -> None:

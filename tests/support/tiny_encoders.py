@@ -57,11 +57,11 @@ def family_encoder(family: str, **settings: Any) -> nn.Module:
     return load_encoder(config, attention=attention, **settings)
 
 
-def save_encoder(folder: Path, **options: Any) -> Path:
+def save_encoder(folder: Path) -> Path:
     """Save an encoder: config, weights of seed 0, tokenizer."""
     torch.manual_seed(0)
     encoder: Any = load_encoder(BERT)
-    encoder.save_pretrained(folder, **options)
+    encoder.save_pretrained(folder)
     load_tokenizer(BERT).save_pretrained(folder)
     return folder
 

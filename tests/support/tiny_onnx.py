@@ -24,29 +24,23 @@ TEXTS = (
     "Ann paid too much for the parcel, which came broken.",
     "late again in Rome and Ann paid too much " * 12,
 )
-DECISIONS = {task.name: vars(DecodingThresholds(threshold=0.45)) for task in KIND_TASKS}
 
 
-def write_torch(folder: Path, family: str = "bert", **heads: Any) -> TrainedModel:
-    """Export a fresh model with a task of every kind to `folder`, and load it."""
+def write_both(folder: Path, family: str = "bert", **heads: Any) -> tuple[TrainedModel, TrainedModel]:
+    """Export a fresh model with a task of every kind for PyTorch (`folder`/torch) and onnxruntime
+    (`folder`/onnx), and load both."""
     settings = ExportSettings(
         windowing=Windowing(32, "window", 8),
         attention=FAMILIES[family][1],
         precision="fp32",
-        decisions=DECISIONS,
+        decisions={task.name: vars(DecodingThresholds(threshold=0.45)) for task in KIND_TASKS},
         provenance={"study": "complaints", "trial": 7, "scores": {"test": {"single": {"f1_macro": 0.5}}}},
     )
-    model = family_model(family, tasks=KIND_TASKS, max_length=32, **heads)
+    fresh = family_model(family, tasks=KIND_TASKS, max_length=32, **heads)
     with torch.no_grad():  # larger logits
-        for head in model.heads:
-            for weight in head.parameters():
-                weight.normal_(std=0.5)
-    return hpo.load(export_model(model, load_tokenizer("minilm"), folder, settings), device="cpu")
-
-
-def write_both(folder: Path, family: str = "bert", **heads: Any) -> tuple[TrainedModel, TrainedModel]:
-    """Export a model for PyTorch (`folder`/torch) and for onnxruntime (`folder`/onnx), and load both."""
-    model = write_torch(folder / "torch", family, **heads)
+        for weight in fresh.heads.parameters():
+            weight.normal_(std=0.5)
+    model = hpo.load(export_model(fresh, load_tokenizer("minilm"), folder / "torch", settings), device="cpu")
     return model, hpo.load(export_onnx(model, folder / "onnx"), device="cpu")
 
 
@@ -71,7 +65,7 @@ def random_batch(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return ids_BL, mask_BL, torch.randint(2, mask_BL.shape, generator=generator) * mask_BL
 
 
-def probabilities(model: TrainedModel, texts: tuple[str, ...] = TEXTS, **options: Any) -> Any:
+def probabilities(model: TrainedModel, texts: tuple[str, ...] = TEXTS) -> Any:
     """Predict the probabilities [texts, classes of all tasks]."""
-    predictions = model.predict(list(texts), **options)
+    predictions = model.predict(list(texts))
     return np.array([[p for task in one.values() for p in task.scores.values()] for one in predictions])

@@ -1,7 +1,7 @@
 """A study for trackers, whose trials end without training."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
@@ -26,12 +26,6 @@ class TrackedStudy:
         self.storage = open_storage(f"sqlite:///{folder}/runs/hpo.db")
         self.config = study(9, name=name)
         self.study = create_or_resume_study(self.storage, self.config)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.storage.close()
 
     @property
     def record(self) -> StudyRecord:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,5 +25,6 @@ def mlflow_server(server_of_session: MlflowServer, monkeypatch: pytest.MonkeyPat
 def tracked(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TrackedStudy]:
     """A new study in the default database of `tmp_path`."""
     name = "".join(letter for letter in request.node.name if letter.isalnum())[:80]
-    with TrackedStudy(tmp_path, name) as study:
-        yield study
+    study = TrackedStudy(tmp_path, name)
+    yield study
+    study.storage.close()

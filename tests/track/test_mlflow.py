@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-import os
 import re
 import signal
 from pathlib import Path
@@ -12,7 +9,7 @@ import sqlalchemy as sa
 from support.command_line import finish, hpo_command, start_hpo, wait_until
 from support.mlflow_server import MlflowServer, all_runs, client, experiment_of, runs
 from support.tracked_study import TrackedStudy
-from support.worker_process import start_process
+from support.worker_process import killer, start_process
 
 from hpo.study.store import optuna_internals, schema
 
@@ -101,22 +98,20 @@ def test_follow_survives_outage_of_server(mlflow_server: MlflowServer, tracked: 
     assert statuses == {"trial 0": "FINISHED", "trial 1": "FAILED", "trial 2": "FINISHED"}
 
 
-def _die_after(folder: Path, name: str, calls: int) -> None:
+def _die_after(folder: Path, study: str, calls: int) -> None:
     from mlflow import MlflowClient
 
-    for method in ("create_run", "log_batch", "set_terminated", "set_tag"):
-        original = getattr(MlflowClient, method)
+    die = killer(calls)
+    for name in ("create_run", "log_batch", "set_terminated", "set_tag"):
+        method = getattr(MlflowClient, name)
 
-        def called(*args: Any, original: Any = original, **kwargs: Any) -> Any:
-            nonlocal calls
-            returned = original(*args, **kwargs)
-            calls -= 1
-            if not calls:
-                os.kill(os.getpid(), signal.SIGKILL)
+        def call(*args: Any, method: Any = method, **options: Any) -> Any:
+            returned = method(*args, **options)
+            die()
             return returned
 
-        setattr(MlflowClient, method, called)
-    hpo_command(folder, "track", name, "--to", "mlflow")
+        setattr(MlflowClient, name, call)
+    hpo_command(folder, "track", study, "--to", "mlflow")
 
 
 @pytest.mark.usefixtures("mlflow_server")

@@ -1,20 +1,14 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.study_records import fake_record
+from support.study_records import DEFINITION, fake_trial, record_of
 from support.worker_process import study
 
 from hpo.config.definition import CHANGEABLE
-from hpo.study.reading.study_record import StudyRecord
 from hpo.track.follow import write_files
-from hpo.track.runs import Run, is_secret, runs_of, study_settings, trial_settings
-
-TOKEN = "hf_" + "a1B2" * 9
-
+from hpo.track.runs import is_secret, runs_of, study_settings, trial_settings
 
 SECRETS = (
     *("token", "github_token", "hf_token", "api-token", "openai_key", "apikey", "data.storage_key"),
@@ -33,12 +27,8 @@ def test_names_of_secrets() -> None:
     assert [name for name in OTHERS if is_secret(name)] == []
 
 
-def definition(**changes: Any) -> dict[str, Any]:
-    return study(**changes).definition()
-
-
 def test_trial_has_all_unchangeable_settings() -> None:
-    whole = definition(training={"weight_decay": 0.1}, amp={"tf32": True})
+    whole = study(training={"weight_decay": 0.1}, amp={"tf32": True}).definition()
     params = {"fp_precision": "bf16", "learning_rate": 1e-4, "batch_size": 8}
     settings = trial_settings(whole, params)
     assert settings.items() >= params.items()
@@ -71,41 +61,31 @@ def test_trial_has_all_unchangeable_settings() -> None:
 def test_searched_setting_replaces_fixed_one(
     params: dict[str, Any], shown: dict[str, Any], hidden: list[str]
 ) -> None:
-    whole = definition(training={"loss_weight": {"tags": 1.0, "other": 3.0}})
+    whole = study(training={"loss_weight": {"tags": 1.0, "other": 3.0}}).definition()
     settings = trial_settings(whole, params)
     assert settings.items() >= shown.items()
     assert not settings.keys() & set(hidden)
 
 
-def record_with(**content: Any) -> StudyRecord:
-    record = fake_record()
-    return replace(record, definition={**record.definition, **content})
-
-
-def both_runs(record: StudyRecord) -> tuple[Run, Run]:
-    run = runs_of(record, "token")[0]
-    assert run.study is not None
-    return run, run.study
-
-
 def test_runs_and_files_hide_secrets(tmp_path: Path) -> None:
-    option = {"hf_token": "plain-secret", "api_key": "other-secret"}
-    record = record_with(
-        data={"path": "https://me:url-secret@host/a.csv", "labels": [f"x {TOKEN}"]},
-        checkpoint={"location": "s3://key:url-secret@bucket/a"},
-        training={"option": option},
-        tags={"team": "https://me:url-secret@host"},
-    )
-    first = replace(record.trials[0], reason="no answer of postgresql://me:url-secret@host/db")
-    record = replace(record, trials=[first, *record.trials[1:]])
-    for run in both_runs(record):
+    token, url = "hf_" + "a1B2" * 9, "https://me:url-secret@host/a.csv"
+    hidden = {
+        "data": {"path": url, "labels": [f"x {token}"]},
+        "checkpoint": {"location": "s3://key:url-secret@bucket/a"},
+        "training": {"option": {"hf_token": "plain-secret", "api_key": "other-secret"}},
+        "tags": {"team": url},
+    }
+    trial = replace(fake_trial(0, "fp32"), reason="no answer of postgresql://me:url-secret@host/db")
+    record = record_of([trial], definition={**DEFINITION, **hidden})
+    of_trial = runs_of(record, "token")[0]
+    for run in (of_trial, of_trial.study):
         shown = repr((run.params, run.facts))
         assert "secret" not in shown.replace("is_secret", "")
-        assert TOKEN not in shown
+        assert token not in shown
         assert run.params["hf_token"] == run.params["api_key"] == "***"
         assert run.params["data.path"] == "https://me:***@host/a.csv"
     write_files(record, tmp_path)
     for path in tmp_path.rglob("*.*"):
         text = path.read_text()
         assert "-secret" not in text, path
-        assert TOKEN not in text, path
+        assert token not in text, path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,13 @@ from hpo.track.follow import Follower
 from hpo.track.tensorboard_files import TensorboardTracker
 
 
+def read(folder: Path) -> Any:
+    return EventAccumulator(str(folder), purge_orphaned_data=False).Reload()
+
+
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the points of each scalar; check that no point is repeated."""
-    reader = EventAccumulator(str(folder), purge_orphaned_data=False)
-    reader.Reload()
+    reader = read(folder)
     found = {tag: [(one.step, one.value) for one in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
     for points in found.values():
         assert len({step for step, _ in points}) == len(points)
@@ -23,19 +24,9 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def hparams(folder: Path) -> dict[str, Any]:
-    reader = EventAccumulator(str(folder))
-    reader.Reload()
-    content = reader.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
+    content = read(folder).SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
     values = parse_session_start_info_plugin_data(content).hparams
     return {name: value.string_value or value.number_value for name, value in values.items()}
-
-
-def text(folder: Path) -> str:
-    """Return the table of settings and facts."""
-    reader = EventAccumulator(str(folder))
-    reader.Reload()
-    (event,) = reader.Tensors("settings/text_summary")
-    return str(event.tensor_proto.string_val[0].decode())
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -55,7 +46,8 @@ def test_each_trial_is_one_folder(tracked: TrackedStudy) -> None:
     settings = hparams(folder / "trial-1")
     assert settings["learning_rate"] == tracked.record.trials[1].params["learning_rate"]
     assert (settings["outcome"], settings["weight_decay"]) == ("nonfinite", 0.01)
-    assert "| precision_agrees | false |" in text(folder / "trial-0")
+    (event,) = read(folder / "trial-0").Tensors("settings/text_summary")
+    assert "| precision_agrees | false |" in event.tensor_proto.string_val[0].decode()
     assert scalars(folder / "study")["best/score"] == [(2, 0.5)]
 
     before = files(folder)

@@ -60,6 +60,7 @@ def test_convnet_computes_in_the_requested_precision(precision: str) -> None:
         (ConvNet(), cross_entropy, "fp8", "`fp8` needs CUDA"),
         (ConvNet().bfloat16(), cross_entropy, "bf16", r"there are 6 in torch.bfloat16. transformers loads"),
         (nn.Identity(), cross_entropy, "bf16", "got no weights"),
+        (len, cross_entropy, "bf16", "must be a torch.nn.Module, but got a builtin_function_or_method"),
         (ConvNet(), lambda model, batch: model(batch[0])["logits"], "bf16", "must give a scalar tensor"),
         (ConvNet(), lambda _model, _batch: torch.tensor(1.0), "bf16", "depends on the model's weights"),
     ],

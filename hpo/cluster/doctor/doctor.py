@@ -6,7 +6,6 @@ removed only if a study of this database made it.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
 from hpo.study.checkpoints.remote_store import open_remote_store
 from hpo.study.reading.reader import read_study
-from hpo.study.store.failures import DATABASE_ERRORS, explain
+from hpo.study.store.failures import DATABASE_ERRORS, definition_of, explain
 from hpo.study.store.foreign import (
     count_optuna_orphans,
     deleted_studies,
@@ -129,9 +128,9 @@ def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterato
         if study not in (None, row.name):
             continue
         try:
-            config = checkpoint_config(row.name, json.loads(row.definition))
+            config = checkpoint_config(row.name, definition_of(row.name, row.definition))
             check_allowed(row.name, checkpoint_path(config))
-        except (ValueError, AttributeError, StorageError) as error:  # the definition is damaged
+        except StorageError as error:
             yield Finding("checkpoints", f"Study {row.name}: its definition is damaged.", str(error))
             continue
         except InputError as error:
@@ -157,7 +156,11 @@ def _unread_checkpoints(
     storage: Storage, study: str, config: CheckpointConfig, folder: Path
 ) -> Iterator[Finding]:
     trial_folders = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
-    record = read_study(storage, study)
+    try:
+        record = read_study(storage, study)
+    except StorageError as error:  # a trial is damaged
+        yield Finding("checkpoints", f"Study {study}: its checkpoints were not examined.", str(error))
+        return
     trials = {trial.number for trial in record.trials}
     ended = [
         Ended(trial.number, trial.values, trial.constraints, trial.outcome, trial.reason)

@@ -4,8 +4,6 @@ A worker's device may lack precisions of the study (`Runnable`). Optuna's trials
 on a connection of their own. A trial is claimed only if it is still unchanged.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -21,7 +19,14 @@ from hpo.precision.table import PRECISION, named_choices
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.sampling.feasible_sampler import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
-from hpo.study.sampling.promotion import Promotion, Rung, Standings, check_attributes, is_paused
+from hpo.study.sampling.promotion import (
+    PAUSED_ATTR,
+    Promotion,
+    Rung,
+    Standings,
+    check_attributes,
+    is_paused,
+)
 from hpo.study.store.optuna_internals import read_trials
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, num_begun, num_open
@@ -84,7 +89,7 @@ class Snapshot:
     paused: list[FrozenTrial] = field(default_factory=list)
     waiting: list[FrozenTrial] = field(default_factory=list)
     """Enqueued trials, and retries of failed attempts, which count among the `n_trials` already."""
-    promoted: Sequence[FrozenTrial] = ()  # paused trials that continue now
+    promoted: list[FrozenTrial] = field(default_factory=list)  # paused trials that continue now
     fallen_behind: Sequence[FrozenTrial] = ()  # paused trials that never continue
 
     def unfinished(self) -> list[Mapping[str, Any]]:
@@ -226,9 +231,13 @@ class Watch:
         if not num_new:  # an enqueued trial would be one of them
             seen.waiting = [trial for trial in seen.waiting if trial.number in seen.rows]
         seen.may_begin = num_new > 0 and any(map(can_run, seen.new))
+        if not seen.is_spent:
+            known = self._standings.promotion.rungs if self._standings else ()
+            # The study's pruner was another one when these paused.
+            seen.promoted = [trial for trial in seen.paused if trial.user_attrs[PAUSED_ATTR] not in known]
         if self._standings is not None:
             promoted = () if seen.is_spent else self._standings.promoted(rungs, more_begin=seen.may_begin)
-            seen.promoted = [seen.trials[number] for number in promoted]
+            seen.promoted += [seen.trials[number] for number in promoted]
             seen.fallen_behind = [seen.trials[number] for number in self._standings.fallen_behind(rungs)]
 
 

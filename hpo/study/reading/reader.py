@@ -4,13 +4,11 @@ Optuna runs queries for every attribute of a trial, which takes seconds for thou
 runs one query for each table.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,15 +16,15 @@ from optuna.distributions import json_to_distribution
 
 from hpo.collector import collector_paused
 from hpo.config.study_file import check_study_name
-from hpo.errors import StorageError, shorten
 from hpo.outcome import Outcome
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, WorkerRecord
 from hpo.study.sampling.promotion import RUN_ATTRS
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import snapshot
+from hpo.study.store.failures import decoded, definition_of, json_object
 from hpo.study.store.foreign import is_foreign
-from hpo.study.store.optuna_internals import ENDED_OUTSIDE, constraint
+from hpo.study.store.optuna_internals import CONSTRAINT, ENDED_OUTSIDE
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import COMPARISON_ATTR, Storage, count_trials
 
@@ -53,7 +51,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str) -> StudyRecord
     ours, optunas = schema.studies, optuna_internals.studies
     of_study = sa.select(ours, optunas.c.study_id).join(optunas, optunas.c.study_name == ours.c.name)
     study = connection.execute(of_study.where(ours.c.name == name)).one()
-    definition = json.loads(study.definition)
+    definition = definition_of(name, study.definition)
     claims = connection.execute(sa.select(schema.claims).where(schema.claims.c.study == name)).all()
     running = {claim.owner: claim.trial_number for claim in claims if claim.owner is not None}
     members = sa.select(schema.workers, storage.now.label("now")).where(schema.workers.c.study == name)
@@ -104,7 +102,7 @@ def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any
     table = optuna_internals.study_user_attributes
     of_study = sa.select(table).where(table.c.study_id == study_id, table.c.key.startswith(COMPARISON_ATTR))
     rows = connection.execute(of_study)
-    return {row.key.removeprefix(COMPARISON_ATTR): json.loads(row.value_json) for row in rows}
+    return {row.key.removeprefix(COMPARISON_ATTR): decoded(row.value_json, f"`{row.key}`") for row in rows}
 
 
 def _count_foreign(connection: sa.Connection, study_id: int, name: str) -> Counter[str]:
@@ -133,15 +131,17 @@ def _read_trials(
     for row in rows(optuna_internals.table_of_values, "objective"):
         values[row.trial_id].append(row.value)
     table = optuna_internals.system_attributes
-    for row in rows(table, "key", table.c.key.startswith("constraints")):
-        limits[row.trial_id] |= constraint(row.key, _decode(row.value_json, numbers[row.trial_id], row.key))
+    for row in rows(table, "key", table.c.key.startswith(CONSTRAINT)):
+        value = decoded(row.value_json, f"`{row.key}` of trial {numbers[row.trial_id]}")
+        limits[row.trial_id][row.key.removeprefix(CONSTRAINT)] = value
     for row in rows(optuna_internals.params, "param_id"):
-        place = numbers[row.trial_id], row.param_name
-        distribution = _decode(row.distribution_json, *place, _distribution)
-        params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
+        shown = f"`{row.param_name}` of trial {numbers[row.trial_id]}"
+        value = decoded(row.distribution_json, shown, partial(_param, stored=row.param_value))
+        params[row.trial_id][row.param_name] = value
     for row in rows(optuna_internals.user_attributes, "trial_user_attribute_id"):
-        decode = _json_object if row.key == _TELEMETRY else json.loads
-        attributes[row.trial_id][row.key] = _decode(row.value_json, numbers[row.trial_id], row.key, decode)
+        shown = f"`{row.key}` of trial {numbers[row.trial_id]}"
+        decode = json_object if row.key == _TELEMETRY else json.loads
+        attributes[row.trial_id][row.key] = decoded(row.value_json, shown, decode)
     evaluations = _read_evaluations(connection, name)
     detailed = read_detailed_evaluations(connection, name)
     records = []
@@ -178,7 +178,7 @@ def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[Ev
     query = sa.select(table.c.trial_number, *columns).where(table.c.study == name).order_by(table.c.step)
     evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
     for number, step, epoch, seconds, metrics, *rates in connection.execute(query):
-        metrics = _decode(metrics, number, "metrics", _json_object)
+        metrics = decoded(metrics, f"`metrics` of trial {number}", json_object)
         evaluations[number].append(EvaluationRow(step, epoch, seconds, metrics, *rates))
     return evaluations
 
@@ -196,25 +196,11 @@ def _own(attributes: Mapping[str, Any], state: str) -> dict[str, Any]:
     return {key: value for key, value in attributes.items() if key not in left_out}
 
 
-def _decode(text: str, number: int, name: str, decode: Callable[[str], Any] = json.loads) -> Any:
-    """Decode the value `name` of a trial. Raises StorageError if it is damaged."""
-    try:
-        return decode(text)
-    except (ValueError, LookupError, TypeError) as error:
-        raise StorageError(
-            f"`{name}` of trial {number} is damaged: {shorten(text, 60)} ({error}). Somebody has changed the "
-            "database. Restore it from a copy, or delete the study."
-        ) from None
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    content = json.loads(text)
-    if not isinstance(content, dict):
-        raise TypeError("it must be a JSON object")
-    return content
-
-
 _distribution = lru_cache(maxsize=1024)(json_to_distribution)
+
+
+def _param(distribution_json: str, stored: float) -> Any:
+    return _distribution(distribution_json).to_external_repr(stored)
 
 
 def _utc(time: datetime | None) -> datetime | None:

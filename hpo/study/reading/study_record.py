@@ -1,7 +1,5 @@
 """A stored study as plain values: the outcomes of its trials, and the best of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -200,8 +198,7 @@ def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
     }
     if not unverified:
         return []
-    # An older trial stores its reason together with the reason of a fallback.
-    reasons = {of.get("observed_reason", of.get("reason")) or "no reason." for of in unverified.values()}
+    reasons = {of.get("observed_reason") or "no reason." for of in unverified.values()}
     count = len(unverified)
     numbers = ", ".join(map(str, [*unverified][:8])) + (f" and {count - 8} more" if count > 8 else "")
     text = f"The precision of {count} trial{'s' * (count > 1)} (number {numbers}) is unverified: "

@@ -5,8 +5,6 @@ propose infeasible configurations again and again. TPE has the same view with se
 takes all PRUNED trials for equally good then.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,8 +100,8 @@ def _values(trial: FrozenTrial, directions: Sequence[StudyDirection]) -> list[fl
         return None
     if at_rungs := rungs_of(trial.user_attrs):
         return list(next(iter(at_rungs.values()))["values"])
-    if trial.state == TrialState.COMPLETE or len(directions) > 1:
-        return trial.values and list(trial.values)
+    if trial.state == TrialState.COMPLETE:
+        return list(trial.values)
     reports = filter(math.isfinite, trial.intermediate_values.values())
     better = max if directions[0] == StudyDirection.MAXIMIZE else min
     best = better(reports, default=None) if trial.state == TrialState.PRUNED else None

@@ -10,8 +10,6 @@ TPE and GP return to a good configuration: `AvoidRepeats` changes that. The poin
 the claim of a trial (`points`); a sampler draws only the settings outside them.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Container, Mapping
@@ -53,7 +51,7 @@ def build_sampler(
     """
     drawn = _drawn_space(space, skipped)
     models = config.name in ("tpe", "gp")
-    seed = (config.seed + worker_number) % 2**32
+    seed = config.seed + worker_number
     sampler = _build_optuna_sampler(config, drawn, seed, explores=explores and models)
     return DeviceSampler(sampler, device, space, drawn, models_choices=models)
 
@@ -163,8 +161,8 @@ def check_named(config: StudyConfig, of_file: StudyConfig | None) -> None:
             trial = study.ask()
             suggest(config.search_space, trial)
             if len(config.directions) == 1:
-                trial.report(number / TRIED, step=1)
+                trial.report(number, step=1)
                 trial.should_prune()
-            study.tell(trial, [number / TRIED] * len(config.directions))
+            study.tell(trial, [number] * len(config.directions))
     except RunError as error:
         raise InputError(f"{error} This was a try in memory, before the study begins.") from error

@@ -5,8 +5,6 @@ A URL holds a password, so every message redacts it. SQLite's locks do not reach
 damage it sooner or later. On some network file systems, so do two processes of one host.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -28,8 +26,8 @@ _DRIVERS = {"sqlite": ("", "pysqlite"), "postgresql": ("", "psycopg", "psycopg2"
 """Accepted drivers. A URL for another program may name psycopg2; hpo connects with psycopg."""
 _MIN_MASKED = 8  # shorter passwords may equal an ordinary word of a message, so they are not masked there
 _EXAMPLES = (
-    "`sqlite:///runs/hpo.db` (four slashes before an absolute path) or "
-    "`postgresql://user:password@host:5432/database`"
+    "the URL of a file without options, such as `sqlite:///runs/hpo.db` (four slashes before an absolute "
+    "path), or of a server, such as `postgresql://user:password@host:5432/database`"
 )
 # An unknown file system in user space counts as a network file system: most of them are.
 _NETWORK = re.compile(
@@ -47,7 +45,7 @@ def storage_url(given: str | None = None) -> str:
 
     `@FILE` means the URL in a file, which keeps the password out of arguments and variables.
     """
-    url = given or os.environ.get("HPO_STORAGE") or DEFAULT_URL
+    url = (given or os.environ.get("HPO_STORAGE") or DEFAULT_URL).strip()
     return _url_in(Path(url.removeprefix(URL_FROM_FILE))) if url.startswith(URL_FROM_FILE) else url
 
 
@@ -63,7 +61,7 @@ def _url_in(file: Path) -> str:
             f"{mode & 0o777:04o}. Run `chmod 600 {file}`."
         )
     if not re.fullmatch(r"\w+(\+\w+)?://\S.*", text):  # not shown: it may be the password
-        raise StorageError(f"The file `{file}` must hold the URL of the storage ({_EXAMPLES}) in one line.")
+        raise StorageError(f"The file `{file}` must hold one line: {_EXAMPLES}.")
     return text
 
 
@@ -95,8 +93,8 @@ def _is_file_name(file: str) -> bool:
 
 
 def _unusable(url: str) -> StorageError:
-    shown = shorten(redact(printable(url.strip())), 200)
-    return StorageError(f"The storage must be a URL such as {_EXAMPLES}, but got `{shown}`.")
+    shown = shorten(redact(printable(url)), 200)
+    return StorageError(f"The storage must be {_EXAMPLES}, but got `{shown}`.")
 
 
 def without_password(url: str, text: str) -> str:

@@ -1,10 +1,10 @@
 """Errors of a database: their meaning for the user, and if the database may work again soon."""
 
-from __future__ import annotations
-
+import json
 import re
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
@@ -102,3 +102,27 @@ def _driver_error(error: BaseException) -> BaseException:
         if inner is None:
             return error
         error = inner
+
+
+def decoded(text: str, name: str, decode: Callable[[str], Any] = json.loads) -> Any:
+    """Decode a stored value. Raises StorageError with its `name` if it is damaged."""
+    try:
+        return decode(text)
+    except (ValueError, LookupError, TypeError) as error:
+        raise StorageError(
+            f"{name} is damaged: {shorten(text, 60)} ({error}). Somebody has changed the database. Restore "
+            "it from a copy, or delete the study."
+        ) from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise TypeError("it must be a JSON object")
+    return content
+
+
+def definition_of(study: str, text: str) -> dict[str, Any]:
+    """Decode the stored definition of a study. Raises StorageError if it is damaged."""
+    definition: dict[str, Any] = decoded(text, f"The definition of the study `{study}`", json_object)
+    return definition

@@ -8,8 +8,6 @@
 `tests/study/store/test_optuna_internals.py` lists the checked versions of Optuna.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import defaultdict
@@ -284,10 +282,8 @@ def set_intermediate_value(connection: sa.Connection, trial_id: int, step: int, 
     connection.execute(sa.insert(intermediate_values).values(**new, intermediate_value_type="FINITE"))
 
 
-def constraint(key: str, value: Any) -> dict[str, float]:
-    if key == _CONSTRAINTS_KEY:  # Optuna before 5 stores all of them like this
-        return {str(index): each for index, each in enumerate(value)}
-    return {key.removeprefix(f"{_CONSTRAINTS_KEY}:"): value}
+CONSTRAINT = f"{_CONSTRAINTS_KEY}:"
+"""Prefix of the system attribute of a constraint."""
 
 
 def is_unfinished(trial_id: int) -> sa.ColumnElement[bool]:
@@ -310,7 +306,7 @@ def end_trial(
     end = end.values(state=state, datetime_complete=_now())
     if not connection.execute(end).rowcount:
         return False
-    limits = {f"{_CONSTRAINTS_KEY}:{name}": float(value) for name, value in (constraints or {}).items()}
+    limits = {f"{CONSTRAINT}{name}": float(value) for name, value in (constraints or {}).items()}
     set_trial_attributes(connection, trial_id, user_attrs, limits)
     rows = [
         {"trial_id": trial_id, "objective": objective, "value": value, "value_type": "FINITE"}
@@ -329,7 +325,7 @@ def reopen_trial(connection: sa.Connection, trial_id: int, user_attrs: Iterable[
         return
     connection.execute(sa.delete(table_of_values).where(table_of_values.c.trial_id == trial_id))
     _drop_attributes(connection, trial_id, user_attrs)
-    limits = system_attributes.c.key.startswith(f"{_CONSTRAINTS_KEY}:")
+    limits = system_attributes.c.key.startswith(CONSTRAINT)
     connection.execute(sa.delete(system_attributes).where(system_attributes.c.trial_id == trial_id, limits))
 
 

@@ -33,7 +33,14 @@ from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, di
 from hpo.json_safe import json_safe
 from hpo.redaction import redact
 from hpo.study.store import optuna_internals
-from hpo.study.store.failures import DATABASE_ERRORS, explain, is_locked, is_outage, is_wrong_input
+from hpo.study.store.failures import (
+    DATABASE_ERRORS,
+    definition_of,
+    explain,
+    is_locked,
+    is_outage,
+    is_wrong_input,
+)
 from hpo.study.store.opening import exclusive, open_database, optuna_storage
 from hpo.study.store.optuna_internals import OwnTrials
 from hpo.study.store.process import is_running, this_machine
@@ -334,8 +341,7 @@ class Storage:
 
     def read_definition(self, name: str) -> dict[str, Any]:
         """Return the stored definition of the study. Raises StorageError if it does not exist."""
-        stored: dict[str, Any] = json.loads(self.stored(name, studies.c.definition))
-        return stored
+        return definition_of(name, self.stored(name, studies.c.definition))
 
     def study_token(self, name: str) -> str:
         """Return the token of this study, a part of folder names. Raises StorageError if it is damaged."""

@@ -1,7 +1,5 @@
 """Creation of a study with its first trials, its resumption with allowed changes, its binding to data."""
 
-from __future__ import annotations
-
 import json
 import logging
 import uuid
@@ -20,6 +18,7 @@ from hpo.config.sections import BudgetConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import StorageError, StudyChangedError, StudyFileError
 from hpo.redaction import redact
+from hpo.study.store.failures import definition_of
 from hpo.study.store.foreign import in_state, is_foreign, remove_optuna_orphans
 from hpo.study.store.optuna_internals import (
     create_study,
@@ -81,7 +80,7 @@ def _create_or_resume(
         enqueue_trials(connection, study_id, enqueued)
         set_study_attribute(connection, study_id, TOKEN_ATTR, new["token"])
         return
-    stored = json.loads(row.definition)
+    stored = definition_of(row.name, row.definition)
     resumed = _definition(config.resumed(stored))
     if not resize:
         return
@@ -129,7 +128,8 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
         fits = [fitting(config.search_space, params) for params in config.first]
         first = [(params, f"first.{index}") for index, params in enumerate(fits)]
     if (surplus := len(first) - config.num_trials) > 0:
-        _logger.warning("first: the last %d are left out of %d trials.", surplus, config.num_trials)
+        message = "first: only %d of %d configurations are tried, as the study has no more trials."
+        _logger.warning(message, config.num_trials, config.num_trials + surplus)
     return [(params, {SOURCE_ATTR: source}) for params, source in first[: config.num_trials]]
 
 
@@ -187,7 +187,8 @@ def read_stored(storage: Storage, name: str) -> StudyEntry | None:
     rows, has_trained = storage.read(read)
     if not rows:
         return None
-    return StudyEntry(json.loads(rows[0].definition), rows[0].state, storage.trial_counts(name), has_trained)
+    definition = definition_of(name, rows[0].definition)
+    return StudyEntry(definition, rows[0].state, storage.trial_counts(name), has_trained)
 
 
 def bind_data(storage: Storage, name: str, fingerprint: str) -> None:

@@ -13,7 +13,7 @@ from support.worker_process import begin, result, study
 from hpo.cluster.doctor.doctor import Finding, examine
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.store.schema import claims, studies
+from hpo.study.store.schema import claims
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -109,15 +109,27 @@ def test_remove_checkpoints_of_deleted_study(
     assert kept.exists()
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "problem"),
+    [
+        ("hpo_studies", "definition", "its definition is damaged"),
+        ("trial_user_attributes", "value_json", "its checkpoints were not examined"),
+    ],
+)
 def test_checkpoints_of_damaged_study_stay(
-    storage: Storage, host: Path, trial_folder: Callable[[int], Path]
+    storage: Storage,
+    host: Path,
+    trial_folder: Callable[[int], Path],
+    table: str,
+    column: str,
+    problem: str,
 ) -> None:
     with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
         kept = trial_folder(run_trial(worker))
     with storage.engine.begin() as connection:
-        connection.execute(sa.update(studies).values(definition="{"))
+        connection.execute(sa.text(f"UPDATE {table} SET {column} = '{{'"))
     [finding] = found(storage, host, fix=True)
-    assert finding.problem == "Study tiny: its definition is damaged."
+    assert finding.problem == f"Study tiny: {problem}."
     assert not finding.mended
     assert kept.exists()
 

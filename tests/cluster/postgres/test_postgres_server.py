@@ -1,5 +1,6 @@
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,13 @@ from hpo.study.store.database import storage_url
 pytestmark = pytest.mark.postgres
 
 
-def processes_with(text: str) -> list[str]:
+def processes_with(text: str) -> list[Path]:
     """List the command lines and environments of processes that contain `text`."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        for name in ("cmdline", "environ"):
-            try:
-                if text in (process / name).read_text(errors="replace"):
-                    found.append(f"{process}/{name}")
-            except OSError:  # the process has ended
-                continue
+    for file in (path for name in ("cmdline", "environ") for path in Path("/proc").glob(f"[0-9]*/{name}")):
+        with suppress(OSError):  # the process has ended
+            if text in file.read_text(errors="replace"):
+                found.append(file)
     return found
 
 
@@ -41,7 +39,7 @@ def test_start_use_stop_and_restart(new_server: PostgresServer) -> None:
     with psycopg.connect(url) as connection:
         query = "SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user"
         assert connection.execute(query).fetchone() == (False, False)
-        assert int(connection.execute("SHOW max_connections").fetchone()[0]) >= 1000  # type: ignore[index]
+        assert int(connection.execute("SHOW max_connections").fetchone()[0]) >= 1000
         assert connection.execute("SHOW data_checksums").fetchone() == ("on",)
         connection.execute("CREATE TABLE results (value int)")
         password = connection.info.password

@@ -1,7 +1,6 @@
 import fcntl
 import signal
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
@@ -15,9 +14,9 @@ from hpo.errors import HpoError, InputError, RunError
 pytestmark = pytest.mark.postgres
 
 
-def refusal(server: PostgresServer, *args: Any, **options: Any) -> str:
+def refusal(server: PostgresServer) -> str:
     with pytest.raises(HpoError) as raised:
-        server.start(*args, **options)
+        server.start()
     assert len(str(raised.value)) < 700
     assert "\n" not in str(raised.value)
     return str(raised.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +36,9 @@ def folder_of(machine: Path, number: int = 0) -> Path:
     return machine / "tiny" / "checkpoints-0a1b2c3d" / f"trial-{number:05d}"
 
 
-def mirror(store: RemoteStore, folder: Path) -> RemoteCheckpoints:
-    lease: Any = SimpleNamespace(saved_step=0, check=lambda: None)
+def mirror(store: RemoteStore, folder: Path, check: Callable[[], object] = lambda: None) -> RemoteCheckpoints:
+    """Checkpoints of a worker; `check` raises an error if it has lost its lease."""
+    lease: Any = SimpleNamespace(saved_step=0, check=check)
     return RemoteCheckpoints(store, lease, folder, threading.Event())
 
 
@@ -48,13 +50,9 @@ def test_other_files_in_the_bucket_stay(store: RemoteStore, tmp_path: Path) -> N
                 best = {"step": step} if step == 2 else None
                 checkpoints.save(step, {"w": torch.ones(2)}, state={"step": step}, best=best)
             checkpoints.finish(2)
-    filesystem, root = store._filesystem, store._root
-    theirs = [
-        f"{root}/checkpoints-0a1b2c3d/trial-00000/notes.txt",
-        f"{root}/checkpoints-0a1b2c3d/trial-00000/step-00000001-mine/notes.txt",
-        f"{root}/checkpoints-0a1b2c3d/trial-x/notes.txt",
-        f"{root}/checkpoints-ffffffff/trial-00000/notes.txt",
-    ]
+    ours, filesystem = f"{store._root}/checkpoints-0a1b2c3d", store._filesystem
+    folders = [f"{ours}/trial-00000", f"{ours}/trial-00000/step-00000001-mine", f"{ours}/trial-x"]
+    theirs = [f"{path}/notes.txt" for path in (*folders, f"{store._root}/checkpoints-ffffffff/trial-00000")]
     for path in theirs:
         filesystem.pipe_file(path, b"theirs")
     study_folder = folder_of(tmp_path / "b").parent
@@ -71,11 +69,7 @@ def test_worker_without_its_lease_uploads_nothing(store: RemoteStore, tmp_path: 
     def lost() -> None:
         raise LeaseLostError("another worker has it")
 
-    lease: Any = SimpleNamespace(saved_step=0, check=lost)
-    with (
-        pytest.raises(LeaseLostError),
-        CheckpointStore(folder, "key", RemoteCheckpoints(store, lease, folder, threading.Event())) as local,
-    ):
+    with pytest.raises(LeaseLostError), CheckpointStore(folder, "key", mirror(store, folder, lost)) as local:
         local.save(1, {"w": torch.ones(2)}, state={})
     assert store.list(folder) == {}
 
@@ -102,13 +96,10 @@ def test_unavailable_store_is_a_problem_of_the_trial(
     assert [name[:13] for name in store.list(folder)] == ["step-00000002", "step-00000003"]
 
 
-def lease(saved_step: int) -> Any:
-    return SimpleNamespace(saved_step=saved_step)
-
-
 def test_folder_waits_for_a_checkpoint_of_another_machine(tmp_path: Path) -> None:
     """A network file system shows an older state for a while."""
-    folder = FolderCheckpoints(lease(120))
+    lease: Any = SimpleNamespace(saved_step=120)
+    folder = FolderCheckpoints(lease)
     [name] = folder.names("step", "key")
     assert folder.names("best", "key") == []
     path = tmp_path / name

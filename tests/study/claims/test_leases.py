@@ -197,20 +197,6 @@ def test_outcome_with_a_lost_answer_is_stored_once(
     assert [trial.value for trial in opened.trials] == [value]
 
 
-def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.Study) -> None:
-    with worker_of(storage, opened) as worker:
-        zero, _ = begin(worker)
-        worker.record_outcome(zero, result("complete"))
-        one, trial = begin(worker)
-        params = suggest(study().search_space, trial)
-        worker.record_outcome(one, result("preempted"))
-    create_or_resume_study(storage, study(5))
-    with worker_of(storage, opened) as worker:
-        lease, trial = begin(worker)
-        assert lease.number == trial.number == 1
-        assert suggest(study().search_space, trial) == params
-
-
 def test_trial_ended_by_the_dashboard_does_not_run_again(storage: Storage, opened: optuna.Study) -> None:
     with worker_of(storage, opened) as worker:
         lease, _ = begin(worker)
@@ -236,18 +222,6 @@ def test_parameters_lost_by_the_server_are_written_again(storage: Storage, opene
         storage.write(lambda it: it.execute(lost))
         worker.record_outcome(lease, result("complete"))
     assert read_study(storage, "tiny").trials[0].params == params
-
-
-def test_enqueued_trials_begin_first(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(2))
-    opened.enqueue_trial({"learning_rate": 1e-4}, user_attrs={"memo": "asked for"})
-    with worker_of(storage, opened) as worker:
-        lease, trial = begin(worker)
-        assert suggest(study().search_space, trial)["learning_rate"] == 1e-4
-        worker.record_outcome(lease, result("complete"))
-        assert opened.trials[0].user_attrs["memo"] == "asked for"
-        assert worker.claim().number == 1
-    assert storage.trial_counts("tiny") == {"open": 0, "running": 1, "done": 1}
 
 
 def test_rungs_outlive_the_worker(storage: Storage) -> None:
@@ -312,22 +286,16 @@ def test_comparison_refuses_parameters_of_an_enqueued_trial(storage: Storage, op
 
 
 @pytest.mark.parametrize(
-    ("reason", "saved_step", "is_evaluated", "state", "values"),
+    ("reason", "saved_step", "is_evaluated", "end"),
     [
-        (BUDGET_SPENT, 0, True, TrialState.PRUNED, [0.5]),
-        (BUDGET_SPENT, 1, False, TrialState.PRUNED, None),
-        (BUDGET_SPENT, 0, False, TrialState.FAIL, None),
-        (CANCELLED, 1, True, TrialState.FAIL, None),
+        (BUDGET_SPENT, 0, True, ("PRUNED", [0.5])),
+        (BUDGET_SPENT, 1, False, ("PRUNED", None)),
+        (BUDGET_SPENT, 0, False, ("FAIL", None)),
+        (CANCELLED, 1, True, ("FAIL", None)),
     ],
 )
 def test_budget_keeps_begun_training_as_a_trial(
-    storage: Storage,
-    opened: optuna.Study,
-    reason: str,
-    saved_step: int,
-    is_evaluated: bool,
-    state: TrialState,
-    values: list[float] | None,
+    storage: Storage, opened: optuna.Study, reason: str, saved_step: int, is_evaluated: bool, end: Any
 ) -> None:
     with worker_of(storage, opened) as worker:
         lease, trial = begin(worker)
@@ -338,15 +306,17 @@ def test_budget_keeps_begun_training_as_a_trial(
     for owner, ends in ((worker.id, False), (None, True), (None, False)):
         stored = opened.trials[0]
         assert storage.write(lambda it: end_unclaimed(it, "tiny", stored, owner, reason)) == ends  # noqa: B023
-    assert (opened.trials[0].state, opened.trials[0].values) == (state, values)
-    assert storage.trial_counts("tiny")["done"] == (state == TrialState.PRUNED)
+    assert (opened.trials[0].state.name, opened.trials[0].values) == end
+    assert storage.trial_counts("tiny")["done"] == (end[0] == "PRUNED")
 
 
 def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:
-    with worker_of(storage, opened) as worker:
-        worker.record_outcome(begin(worker)[0], result("failed", traceback="Traceback"))
-    set_state(storage, "tiny", "cancelled")
+    with worker_of(storage, opened) as alive, worker_of(storage, opened) as other:
+        begin(alive)
+        other.record_outcome(begin(other)[0], result("failed", traceback="Traceback"))
+        set_state(storage, "tiny", "cancelled")
+        assert end_unfinished(storage, "tiny") == 1, "the trial of a live worker stays"
+        assert [trial.state.name for trial in opened.trials] == ["RUNNING", "FAIL", "FAIL"]
     assert end_unfinished(storage, "tiny") == 1
     assert end_unfinished(storage, "absent") == 0
-    assert [trial.state.name for trial in opened.trials] == ["FAIL", "FAIL"]
     assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}

@@ -17,6 +17,7 @@ from hpo.study.claims import leases, snapshot
 from hpo.study.claims.ending import end_unfinished
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.snapshot import Runnable, Snapshot, Watch
+from hpo.study.reading.reader import read_study
 from hpo.study.sampling.promotion import PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR, promotion_of
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import claims
@@ -40,7 +41,9 @@ def promoting(storage: Storage, **options: Any) -> WorkerLease:
 
 def pause(storage: Storage, *values: float | None, precision: str = "fp32") -> None:
     """Pause new trials at the first rung with these values. None: the trial breaks."""
-    with worker_on(storage, CONFIG) as worker:
+    config = study(8, search_space=SPACE, pruner={**PRUNER, "reduction_factor": 99})  # none continues
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
+    with worker_on(storage, CONFIG, promotion=promotion) as worker:
         for value in values:
             storage.load_study(CONFIG.name).enqueue_trial({"fp_precision": precision})
             lease, trial = begin(worker)
@@ -103,17 +106,29 @@ def test_promoted_trial_without_a_worker_continues_first(storage: Storage, end: 
             assert begin(other if end == "asked again" else first)[0].number == 2
 
 
+def test_death_between_pause_and_checkpoint_does_not_count(storage: Storage) -> None:
+    with promoting(storage) as dead, promoting(storage) as other:
+        begin(dead)[0].pause(RUNG, [0.5])
+        change_worker(storage, dead, process_start="1")
+        assert [begin(other)[0].number for _ in range(2)] == [1, 1]
+        [trial, _] = read_study(storage, "tiny").trials
+        assert trial.outcome == "paused"
+
+
 def test_ended_paused_trial_has_the_attributes_of_its_last_run(storage: Storage) -> None:
     with worker_on(storage, CONFIG.with_values(n_trials=1), promotion=PROMOTION) as worker:
         for rung in (RUNG, 2 * RUNG):
             lease, trial = begin(worker)
             assert "telemetry" not in trial.user_attrs
-            lease.pause(rung, [0.5])
+            lease.pause(rung, [5 * rung])
             facts = {"headline": {"peak_memory_bytes": 7}, "telemetry": {"rung": rung}}
             worker.record_outcome(lease, result("paused", **facts))
+    assert storage.trial_counts("tiny") == {"open": 0, "running": 0, "done": 0, "paused": 1}
     set_state(storage, "tiny", "cancelled")
     assert end_unfinished(storage, "tiny") == 1
+    assert storage.is_finished("tiny")
     [trial] = storage.load_study("tiny").get_trials()
+    assert (trial.state.name, trial.value) == ("PRUNED", 10 * RUNG)
     assert trial.user_attrs["peak_memory_bytes"] == 7
     assert trial.user_attrs["telemetry"] == {"rung": 2 * RUNG}
     assert trial.user_attrs["outcome_reason"] == "the study was cancelled"
@@ -232,3 +247,12 @@ def test_device_lacks_precisions_of_unfinished_trials() -> None:
     runnable = Runnable(("fp32", "bf16", "fp16"), frozenset({"bf16", "fp16"}))
     assert runnable.lacks([{"fp_precision": "fp16"}, {"fp_precision": "fp32"}]) == ("fp16",)
     assert runnable.lacks([{}]) == ("bf16", "fp16"), "any precision may be suggested"
+
+
+@pytest.mark.parametrize("pruner", [{"name": "none"}, {**PRUNER, "starts": 0.2}])
+def test_trial_paused_under_an_earlier_pruner_continues(storage: Storage, pruner: dict[str, Any]) -> None:
+    pause(storage, 0.3)
+    config = study(8, search_space=SPACE, pruner=pruner)
+    promotion = promotion_of(config.pruner, config.directions, config.num_trials)
+    with worker_on(storage, config, promotion=promotion) as worker:
+        assert begin(worker)[0].trial.user_attrs[RESUMED_ATTR] == RUNG

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import optuna
 import pytest
 import sqlalchemy as sa
 from support.detailed_documents import document, error, task_document
-from support.worker_process import begin, change_worker, result, run_trials, study, worker_on
+from support.worker_process import begin, change_worker, evaluate, result, run_trials, study, worker_on
 
 from hpo.errors import RunError, StorageError
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import (
     _warn_once,
     read_row_statistics,
@@ -25,9 +25,10 @@ from hpo.study.reading.study_record import with_evaluation
 from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.lifecycle import set_state
-from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics
+from hpo.study.store.optuna_internals import params, user_attributes
+from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics, studies
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import create_or_resume_study
+from hpo.study.store.studies import read_stored
 
 
 @pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
@@ -57,46 +58,29 @@ def listed(storage: Storage) -> dict[str, StudyOverview]:
     return {overview.name: overview for overview in list_studies(storage)}
 
 
-def test_an_overview_counts_trials_and_live_workers(storage: Storage) -> None:
+def test_both_views_count_trials_and_live_workers(storage: Storage) -> None:
     run_trials(storage, study(2, name="up"))
     run_trials(storage, study(2, name="down"))
-    opened = create_or_resume_study(storage, study(5, name="begun"))
-    with (
-        WorkerLease(storage, opened, max_retries=0) as worker,
-        WorkerLease(storage, opened, max_retries=0) as dead,
-        WorkerLease(storage, opened, max_retries=0) as idle,
-    ):
-        worker.claim()
-        dead.claim()
-        idle.release(begin(idle)[0])
-        change_worker(storage, dead, process_start="1")
-        overviews = listed(storage)
-        change_worker(storage, dead, process_start="0")
+    config = study(6, name="begun", pruner={"name": "promote"})
+    with ExitStack() as stack:
+        alive, idle, dead, paused = (stack.enter_context(worker_on(storage, config)) for _ in range(4))
+        leases = [begin(worker)[0] for worker in (alive, idle, dead, paused)]
+        idle.release(leases[1])
+        leases[3].pause(0.1, [0.5])  # its worker dies before it gives up the trial
+        for worker in (dead, paused):
+            change_worker(storage, worker, process_start="1")
+        overviews, record = listed(storage), read_study(storage, "begun")
     assert list(overviews) == ["up", "down", "begun"]
     assert (overviews["up"].state, overviews["up"].workers) == ("done", 0)
     begun = overviews["begun"]
-    assert begun.trials == {"open": 4, "running": 1, "done": 0, "total": 5}
+    assert record.counts == {"open": 4, "running": 1, "done": 0, "paused": 1}
+    assert begun.trials == {**record.counts, "total": 6}
+    assert [trial.outcome for trial in record.trials] == ["running", "preempted", "preempted", "paused"]
     assert (begun.state, begun.workers) == ("open", 2)
     assert begun.created <= begun.now
     set_state(storage, "begun", "paused")
     optuna.delete_study(study_name="up", storage=storage.optuna)
     assert {name: one.state for name, one in listed(storage).items()} == {"down": "done", "begun": "paused"}
-
-
-def test_paused_trial_of_a_dead_worker_is_paused_in_both_views(storage: Storage) -> None:
-    config = study(1, pruner={"name": "promote", "starts": 0.1, "keep": 1, "reduction_factor": 2})
-    promotion = promotion_of(config.pruner, config.directions, 1)
-    with worker_on(storage, config, promotion=promotion) as dead:
-        lease, _ = begin(dead)
-        lease.pause(0.1, [0.5])  # its worker dies before it gives up the trial
-        running = listed(storage)["tiny"].trials
-        change_worker(storage, dead, process_start="1")
-        overview, record = listed(storage)["tiny"], read_study(storage, "tiny")
-        change_worker(storage, dead, process_start="0")
-    assert running == {"open": 0, "running": 1, "done": 0, "total": 1}
-    assert record.counts == {"open": 0, "running": 0, "done": 0, "paused": 1}
-    assert overview.trials == {**record.counts, "total": 1}
-    assert record.trials[0].outcome == "paused"
 
 
 @pytest.mark.parametrize("read", [list_studies, lambda storage: read_study(storage, "s0")])
@@ -116,16 +100,6 @@ def test_the_number_of_queries_is_constant(storage: Storage, read: Callable[[Sto
 DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\0 ☃", 1.0, 2.0)])})
 
 
-def finished(storage: Storage, name: str = "tiny") -> str:
-    """Run a study of two complete trials and return its token."""
-    run_trials(storage, study(2, name=name))
-    return storage.study_token(name)
-
-
-def detailed(storage: Storage, name: str = "tiny") -> list[Any]:
-    return [trial.detailed for trial in read_study(storage, name).trials]
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -139,12 +113,12 @@ def test_an_unreadable_document_is_left_out_with_a_warning(
     storage: Storage, caplog: pytest.LogCaptureFixture, text: str, why: str
 ) -> None:
     _warn_once.cache_clear()
-    token = finished(storage)
+    run_trials(storage, study(2))
+    token = storage.study_token("tiny")
     for split in ("test", "validation"):
         store_detailed_evaluation(storage, "tiny", token, 1, document({}, split=split))
-    with storage.engine.begin() as connection:
-        is_test = detailed_evaluations.c.split == "test"
-        connection.execute(sa.update(detailed_evaluations).where(is_test).values(document=text))
+    damage = sa.update(detailed_evaluations).where(detailed_evaluations.c.split == "test")
+    storage.write(lambda it: it.execute(damage.values(document=text)))
     record = read_study(storage, "tiny")
     assert [list(trial.detailed) for trial in record.trials] == [[], ["validation"]]
     assert read_study(storage, "tiny").trials == record.trials
@@ -162,11 +136,10 @@ def numbers(progress: StudyProgress) -> tuple[list[tuple[int, list[float]]], lis
 
 
 def test_a_trial_is_reported_at_each_pause_and_at_its_end(storage: Storage) -> None:
-    config = study(3, pruner={"name": "promote", "starts": 0.1, "keep": 1, "reduction_factor": 2})
+    config = study(1, pruner={"name": "promote", "starts": 0.1, "keep": 1, "reduction_factor": 2})
     promotion = promotion_of(config.pruner, config.directions, 1)
-    create_or_resume_study(storage, config.with_values(n_trials=1))
-    watch = StudyWatch(storage, config)
-    with WorkerLease(storage, storage.load_study("tiny"), max_retries=0, promotion=promotion) as worker:
+    with worker_on(storage, config, promotion=promotion) as worker:
+        watch = StudyWatch(storage, config)
         for rung in (0.1, 0.2):
             lease, _ = begin(worker)
             assert numbers(watch.read()) == ([(0, [])], [])
@@ -185,39 +158,47 @@ def test_a_trial_is_reported_at_each_pause_and_at_its_end(storage: Storage) -> N
 
 @pytest.mark.parametrize("content", [b"no archive", b"PK\x03\x04 cut"])
 def test_damaged_row_statistics_are_one_clear_error(storage: Storage, content: bytes) -> None:
-    finished(storage)
-    row = {"study": "tiny", "trial_number": 1, "content": content}
-    with storage.engine.begin() as connection:
-        connection.execute(sa.insert(row_statistics).values(row))
+    run_trials(storage, study(2))
+    row = sa.insert(row_statistics).values(study="tiny", trial_number=1, content=content)
+    storage.write(lambda it: it.execute(row))
     with pytest.raises(RunError, match=r"trial 1 of `tiny` cannot be read \(.*Compare anew: hpo delete tiny"):
         read_row_statistics(storage, "tiny", [])
 
 
+NO_CHOICE = '{"name": "CategoricalDistribution", "attributes": {"choices": []}}'
+
+
 @pytest.mark.parametrize(
-    ("table", "text", "name"),
+    ("name", "text"),
     [
-        ("trial_user_attributes", "{cut", "outcome"),
-        ("trial_user_attributes", "{cut", "telemetry"),
-        ("trial_user_attributes", "[1]", "telemetry"),
-        ("trial_params", "{cut", "learning_rate"),
-        ("trial_params", '{"name": "Unknown"}', "learning_rate"),
-        ("hpo_evaluations", "{cut", "metrics"),
-        ("hpo_evaluations", "[1]", "metrics"),
+        ("outcome", "{cut"),
+        *(("telemetry", text) for text in ("{cut", "[1]")),
+        *(("learning_rate", text) for text in ("{cut", '{"name": "Unknown"}', NO_CHOICE)),
+        *(("metrics", text) for text in ("{cut", "[1]")),
     ],
 )
-def test_a_damaged_value_is_one_error_with_its_trial(
-    storage: Storage, table: str, text: str, name: str
-) -> None:
-    finished(storage)
-    column, where = {
-        "trial_user_attributes": ("value_json", f"key = '{name}'"),
-        "trial_params": ("distribution_json", f"param_name = '{name}'"),
-        "hpo_evaluations": ("metrics", "study = 'tiny'"),
-    }[table]
-    row = {"study": "tiny", "trial_number": 0, "step": 1, "epoch": 1.0, "seconds": 1.0, "metrics": "{}"}
-    with storage.engine.begin() as connection:
-        connection.execute(sa.insert(evaluations).values(row))
-        update = sa.text(f"UPDATE {table} SET {column} = :text WHERE {where}")
-        assert connection.execute(update, {"text": text}).rowcount
+def test_a_damaged_value_is_one_error_with_its_trial(storage: Storage, name: str, text: str) -> None:
+    run_trials(storage, study(2), lambda trial: evaluate(storage, trial) or None)
+    damage = {
+        "metrics": sa.update(evaluations).values(metrics=text),
+        "learning_rate": sa.update(params).where(params.c.param_name == name).values(distribution_json=text),
+    }
+    attribute = sa.update(user_attributes).where(user_attributes.c.key == name).values(value_json=text)
+    storage.write(lambda it: it.execute(damage.get(name, attribute)))
     with pytest.raises(StorageError, match=f"`{name}` of trial 0 is damaged: "):
         read_study(storage, "tiny")
+
+
+@pytest.mark.parametrize("text", ["{cut", "[1]"])
+@pytest.mark.parametrize(
+    "read",
+    [Storage.read_definition, read_study, read_stored, lambda storage, _: run_trials(storage, study(2))],
+)
+def test_a_damaged_definition_is_one_error(
+    storage: Storage, read: Callable[[Storage, str], object], text: str
+) -> None:
+    run_trials(storage, study(2))
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(studies).values(definition=text))
+    with pytest.raises(StorageError, match="The definition of the study `tiny` is damaged: "):
+        read(storage, "tiny")

@@ -103,9 +103,6 @@ def test_earlier_end_counts() -> None:
         end_of_job(None, {"SLURM_JOB_END_TIME": "NONE"})
 
 
-HOUR = 3600.0
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
@@ -113,13 +110,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def pace_of(stop: Stop) -> Pace:
-    return Pace(stop, HOUR, lambda: False)
-
-
 def test_time_to_leave_is_a_step_and_a_checkpoint(clock: list[float]) -> None:
-    stop = Stop(time.time() + HOUR)
-    pace, before = pace_of(stop), stop.seconds_left
+    stop = Stop(time.time() + 3600.0)
+    pace, before = Pace(stop, 3600.0, lambda: False), stop.seconds_left
     with pace.trial():
         clock[0] += 500  # setting up is no step
         for seconds, checkpoint, expected in ((0, 0, 0), (20, 0, 20), (5, 0, 20), (5, 7, 27), (30, 6, 36)):

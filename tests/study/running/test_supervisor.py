@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.postgres import PostgresServer, stopped
@@ -30,24 +29,19 @@ from hpo.study.running.supervisor import (
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
+RunProgram = Callable[..., RunSummary]
 TWO = [DeviceShare(2)] * 2
 STUDY = study(2)
-
-
-RunProgram = Callable[..., RunSummary]
 
 
 @pytest.fixture
 def run(storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunProgram:
     """Runs two workers of a study, each a Python program in place of `hpo worker`."""
 
-    def run(
-        program: str, config: StudyConfig = STUDY, stop: Stop | None = None, **processes: Any
-    ) -> RunSummary:
+    def run(program: str, config: StudyConfig = STUDY, stop: Stop | None = None) -> RunSummary:
         monkeypatch.setattr(supervisor, "worker_command", lambda *_: [sys.executable, "-c", program])
         create_or_resume_study(storage, config)
-        how = WorkerProcesses(**{"shares": TWO, **processes})
-        return run_workers(config, storage, tmp_path, how, stop or Stop())
+        return run_workers(config, storage, tmp_path, WorkerProcesses(TWO), stop or Stop())
 
     return run
 

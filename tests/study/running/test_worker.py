@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
@@ -47,9 +48,8 @@ def test_encoder_planted_in_the_database_never_runs(storage: Storage) -> None:
     config, stop = study(1, search_space={"encoder": encoders}, max_retries=1), threading.Event()
     make_and_run(config, storage, lambda *_: stop.set() or result("preempted"), stop=stop)
     other = distribution_to_json(CategoricalDistribution(["/private", "/model"]))
-    with storage.engine.begin() as connection:
-        row = {"trial_id": 1, "param_name": "encoder", "param_value": 0.0, "distribution_json": other}
-        connection.execute(sa.insert(optuna_internals.params).values(row))
+    row = {"trial_id": 1, "param_name": "encoder", "param_value": 0.0, "distribution_json": other}
+    storage.write(lambda it: it.execute(sa.insert(optuna_internals.params).values(row)))
     seen = []
 
     def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
@@ -129,22 +129,23 @@ def test_trial_pauses_at_a_rung_with_a_finite_value(
     assert storage.trial_counts(config.name).get("paused", 0) == (paused_at is not None)
 
 
+DOCUMENT = document({"size": task_document("regression", {})})
+
+
 class Evaluating:
-    """A finished study of three trials, the second the best, for an evaluation that calls `on_batch`."""
+    """A finished study of three trials, the second the best, with predictions of `split_predictions`."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self.storage, self.folder, self.stop = storage, folder, threading.Event()
-        self.evaluated: list[tuple[str, str]] = []
-        """The folder of the checkpoint and the split, of each begun evaluation."""
+        self.evaluated: list[tuple[str, str]] = []  # folder of the checkpoint and split
         self.on_batch: Callable[[], None] = lambda: None
         values = (0.25, 0.75, 0.5)
         run_trials(storage, study(3), lambda trial: result("complete", values=(values[trial.number],)))
 
     def run(self) -> None:
-        data: Any = SimpleNamespace(splits=dict.fromkeys(("train", "validation", "test")))
+        data = SimpleNamespace(splits=dict.fromkeys(("train", "validation", "test")))
         executor: Any = SimpleNamespace(study=study(), dataset=data, device=CPU)
-        folder = lambda number: self.folder / f"trial-{number}"  # noqa: E731
-        evaluate_best(executor, self.storage, folder, self.stop, None)
+        evaluate_best(executor, self.storage, lambda n: self.folder / f"trial-{n}", self.stop, None)
 
     def split_predictions(self, _: Any, folder: Path, params: Any, split: str, on_batch: Any) -> Any:
         assert params == read_study(self.storage, "tiny").trials[1].params
@@ -152,9 +153,6 @@ class Evaluating:
         self.on_batch()
         on_batch()
         return SimpleNamespace(as_json=lambda: DOCUMENT)
-
-
-DOCUMENT = document({"size": task_document("regression", {})})
 
 
 @pytest.fixture
@@ -200,65 +198,47 @@ def test_stop_or_error_of_the_evaluation_is_only_logged(
     assert f"The best trial is not evaluated in detail: {text}" in caplog.messages
 
 
-class FakeExecutor:
-    """Stands for the executor of a study."""
-
-    made: list[FakeExecutor]
-
-    def __init__(self, resolved: ResolvedStudy, *_: Any, checks_values: bool) -> None:
-        self.resolved = resolved
-        self.study, self.device, self.amp = resolved.config, resolved.device, resolved.amp
-        self.num_checks, self.checks_values = 0, checks_values
-        self.dataset = SimpleNamespace(splits={"train": range(48), "validation": range(24)})
-        self.made.append(self)
-
-    def check_study(self) -> None:
-        self.num_checks += 1
-
-
 @pytest.fixture
-def executors(monkeypatch: pytest.MonkeyPatch) -> type[FakeExecutor]:
-    """The class of the executors; `made` has its objects."""
-    FakeExecutor.made = []
-    monkeypatch.setattr(module, "build_executor", FakeExecutor)
-    return FakeExecutor
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The stand-ins for executors of studies, in the order of their creation."""
+    made: list[Any] = []
+
+    def build(resolved: ResolvedStudy, *_: Any, checks_values: bool) -> Any:
+        data = SimpleNamespace(splits={"train": range(48), "validation": range(24)})
+        one = mock.Mock(resolved=resolved, study=resolved.config, device=resolved.device, dataset=data)
+        one.amp, one.checks_values = resolved.amp, checks_values
+        made.append(one)
+        return one
+
+    monkeypatch.setattr(module, "build_executor", build)
+    return made
 
 
-def train(storage: Storage, config: Any) -> None:
-    create_or_resume_study(storage, config)
-    run_trials(storage, config, lambda trial: evaluate(storage, trial))
-
-
-@pytest.mark.parametrize(("begun", "num_checks"), [("no", 1), ("checkpointed", 0), ("ended", 0)])
+@pytest.mark.parametrize("begun", ["no", "checkpointed", "ended"])
 def test_study_is_checked_until_a_trial_has_trained(
-    storage: Storage, tmp_path: Path, executors: type[FakeExecutor], begun: str, num_checks: int
+    storage: Storage, tmp_path: Path, built: list[Any], begun: str
 ) -> None:
     create_or_resume_study(storage, study(1))
     if begun == "checkpointed":
         with worker_on(storage, study(1)) as worker:
             begin(worker)
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(claims).values(saved_step=40))
+        storage.write(lambda it: it.execute(sa.update(claims).values(saved_step=40)))
     if begun == "ended":
-        train(storage, study(1))
+        run_trials(storage, study(1), lambda trial: evaluate(storage, trial))
     with open_study(study(2), storage.url, tmp_path) as opened:
         assert opened.stored.counts["open"] == (2 if begun == "no" else 1)
-        assert opened.executor is executors.made[0]
-    assert [executor.num_checks for executor in executors.made] == [num_checks]
-    assert [executor.checks_values for executor in executors.made] == [bool(num_checks)]
+    assert [opened.executor] == built
+    assert (built[0].check_study.call_count, built[0].checks_values) == (begun == "no", begun == "no")
 
 
-def searching(*names: str, **amp: Any) -> Any:
-    return study(search_space={"fp_precision": {"type": "categorical", "choices": names}}, amp=amp)
-
-
-@pytest.mark.usefixtures("executors")
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fallback", "fail"])
 def test_only_skip_leaves_out_searched_precisions(
     sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_unsupported: str
 ) -> None:
     monkeypatch.setattr(module, "probe_device", lambda _: CPU)
-    config = searching("fp32", "bf16", on_unsupported=on_unsupported)
+    space = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
+    config = study(search_space=space, amp={"on_unsupported": on_unsupported})
     with open_study(config, sqlite_url, tmp_path) as opened:
         assert opened.left_out.keys() == ({"bf16"} if on_unsupported == "skip" else set())
         assert opened.lacking.keys() == {"bf16"}

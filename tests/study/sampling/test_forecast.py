@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import Any
@@ -119,8 +117,8 @@ def test_the_share_of_training_is_at_most_one(training: float | None, active: fl
 
 
 @pytest.mark.parametrize(("spent", "ahead"), [(3.0, 0.0), (5.0, 1.0), (99.0, 3.0 + 0.2 * 10)])
-def test_a_run_is_ahead_of_its_measurement_until_the_next_rung(spent: float, ahead: float) -> None:
-    """The run to the first rung counts 4 seconds."""
+def test_seconds_of_the_present_run_end_at_its_expected_total(spent: float, ahead: float) -> None:
+    """The first rung is worth 4 seconds, and the next one 5 more."""
     attributes = {"paused_at": 0.1, "rungs": {"0.1": {}}}
     assert seconds_ahead(PROMOTION, Cost(3.0, 10.0), attributes, spent) == pytest.approx(ahead)
 

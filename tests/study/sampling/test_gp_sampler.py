@@ -1,7 +1,5 @@
 """The Gaussian process's view of a study, and samplers under limits that rule out the best values."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

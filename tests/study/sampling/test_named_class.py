@@ -1,8 +1,5 @@
 """Samplers and pruners from other packages, from OptunaHub, or from the study's own code."""
 
-from __future__ import annotations
-
-import json
 import os
 import sys
 from contextlib import nullcontext
@@ -12,9 +9,8 @@ from typing import Any
 
 import optuna
 import pytest
-import sqlalchemy as sa
 from support import command_line
-from support.command_line import finish, hpo_command, ok, start_hpo, stored
+from support.command_line import change_definition, finish, hpo_command, ok, refused, start_hpo, stored
 from support.own_code_studies import write
 from support.scripted_study import ScriptedStudy
 from support.tiny import write_study
@@ -24,8 +20,6 @@ from hpo.config.study_config import StudyConfig, load_study
 from hpo.errors import InputError, StudyFileError
 from hpo.study.sampling.named_class import REGISTRY, load_class
 from hpo.study.sampling.samplers import build_pruner, check_named
-from hpo.study.store.schema import studies
-from hpo.study.store.storage import open_storage
 
 pytestmark = pytest.mark.usefixtures("forgotten")
 
@@ -62,10 +56,6 @@ class Third(BasePruner):
 
     def prune(self, study, trial):
         return trial.last_step >= self.first
-
-
-class NoSampler:
-    pass
 '''
 
 
@@ -106,7 +96,7 @@ def test_a_class_gets_its_options_and_a_seed_for_each_worker() -> None:
     ("kind", "name", "options", "message"),
     [
         ("sampler", "Gone", {}, "the module `acme_search` has no `Gone`"),
-        ("sampler", "NoSampler", {}, "must be a subclass of optuna's BaseSampler, but it is <class"),
+        ("sampler", "Path", {}, "must be a subclass of optuna's BaseSampler, but it is <class"),
         ("sampler", "Lowest", {"shift": 1e9}, "must propose a value of FloatDistr.* for learn"),
         ("pruner", "Third", {"first": "x"}, "The pruner `acme_search.Third` failed: TypeError"),
     ],
@@ -122,19 +112,11 @@ def test_an_unusable_class_is_refused_before_the_study_is_made(
 def test_a_class_from_the_database_runs_only_if_it_is_trusted(tmp_path: Path, package: Path) -> None:
     name = "acme_search.Lowest"
     ok(hpo_command(tmp_path, "init", str(write_study(tmp_path))))
-    url = f"sqlite:///{tmp_path}/runs/hpo.db"
-    with open_storage(url) as storage, storage.engine.begin() as connection:
-        definition = json.loads(connection.execute(sa.select(studies)).one().definition)
-        definition["sampler"]["name"] = name
-        connection.execute(sa.update(studies).values(definition=json.dumps(definition)))
-    refused = finish(start_hpo(tmp_path, "worker", "tiny", "--storage", url))
-    assert refused.exit_code == 2
-    assert f"asks to run the class `{name}`" in " ".join(refused.err.split())
-    ok(finish(start_hpo(tmp_path, "status", "tiny", "--storage", url)))
-    has_run = Path(f"{package}.ran")
-    assert not has_run.exists()
-    options = ("--storage", url, "--trust-code", name)
-    ok(finish(start_hpo(tmp_path, "worker", "tiny", *options, "--workers", "2")))
+    change_definition(tmp_path, sampler={"name": name})
+    refused(finish(start_hpo(tmp_path, "worker", "tiny", COLUMNS="200")), f"asks to run the class `{name}`")
+    ok(finish(start_hpo(tmp_path, "status", "tiny")))
+    assert not Path(f"{package}.ran").exists()
+    ok(finish(start_hpo(tmp_path, "worker", "tiny", "--trust-code", name, "--workers", "2")))
     assert stored(tmp_path).counts["done"] == 2
 
 

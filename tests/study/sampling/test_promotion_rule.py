@@ -1,7 +1,5 @@
 """Promotion of paused trials, with one and with several objectives."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
-from optuna.pruners import BasePruner, MedianPruner, NopPruner, PatientPruner
+from optuna.pruners import MedianPruner, NopPruner, PatientPruner
 from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 from support.scripted_study import ScriptedStudy, best_at_1e_4
@@ -14,6 +12,7 @@ from support.worker_process import SPACE, study
 
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
+from hpo.precision.table import choice_name
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.feasible_sampler import (
     MIN_INFEASIBLE_TRIALS,
@@ -21,7 +20,8 @@ from hpo.study.sampling.feasible_sampler import (
     Failures,
     InfeasibleFilterSampler,
 )
-from hpo.study.sampling.samplers import build_pruner
+from hpo.study.sampling.gp_sampler import PrunedAwareSampler
+from hpo.study.sampling.samplers import build_pruner, build_sampler
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
@@ -44,20 +44,45 @@ def config_of(name: str, space: dict[str, Any] | None = None, **options: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("name", "num_objectives", "explores", "state"),
+    [("gp", 1, False, "COMPLETE"), ("tpe", 1, True, "PRUNED"), ("tpe", 2, True, "COMPLETE")],
+)
+def test_a_trial_at_a_rung_is_complete_to_gp_and_to_tpe_with_objectives(
+    name: str, num_objectives: int, explores: bool, state: str
+) -> None:
+    config = config_of(name)
+    sampler: Any = build_sampler(config.sampler, config.search_space, explores=explores)
+    while not isinstance(sampler, PrunedAwareSampler):
+        sampler = sampler._sampler
+    current = optuna.create_study(directions=["maximize"] * num_objectives)
+    rungs = {"0.04": {"values": [0.5] * num_objectives}}
+    current.add_trial(optuna.trial.create_trial(state=TrialState.PRUNED, user_attrs={"rungs": rungs}))
+    assert [seen.state.name for seen in sampler.view(current).trials] == [state]
+
+
+def test_a_device_without_any_choice_of_a_setting_leaves_one_of_its_conditions() -> None:
+    """The base is searched with both conditions, so half of the poolings need not be lost."""
+    space = {"adapter": "none lora", "pooling": "cls mean", "base_precision": "int8 nf4"}
+    choices = {name: {"type": "categorical", "choices": each.split()} for name, each in space.items()}
+    choices["base_precision"]["when"] = {"adapter": "lora", "pooling": "mean"}
+    skipped = {choice_name("base_precision", value) for value in ("int8", "nf4")}
+    tried = ScriptedStudy(config_of("random", choices), lambda _: 0.5, skipped=skipped).run(12)
+    assert {(params["adapter"], params["pooling"]) for params in tried} == {("none", "cls"), ("none", "mean")}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "attributes"),
     [
-        ({"name": "none"}, NopPruner),
-        ({"name": "promote", "keep": 2}, NopPruner),
-        ({"name": "median", "n_startup_trials": 7}, MedianPruner),
-        ({"name": "patient", "patience": 3}, PatientPruner),
+        ({"name": "none"}, NopPruner, {}),
+        ({"name": "promote", "keep": 2}, NopPruner, {}),
+        ({"name": "median", "n_startup_trials": 7}, MedianPruner, {"_n_startup_trials": 7}),
+        ({"name": "patient", "patience": 3}, PatientPruner, {"_wrapped_pruner": None, "_patience": 3}),
     ],
 )
-def test_a_pruner_is_optunas_with_its_options(config: dict[str, Any], expected: type[BasePruner]) -> None:
+def test_a_pruner_is_optunas_with_its_options(config: Any, expected: type, attributes: Any) -> None:
     pruner = build_pruner(study(12, pruner=config).pruner)
     assert type(pruner) is expected
-    assert {f"_{name}" for name in config} - {"_name", "_keep"} <= vars(pruner).keys()
-    assert getattr(pruner, "_n_startup_trials", 7) == 7
-    assert getattr(pruner, "_patience", 3) == 3
+    assert vars(pruner).items() >= attributes.items()
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -214,14 +239,14 @@ def memory(limit: int | None) -> dict[str, Any]:
         ("unsupported", {}, {"left_out": {"bf16": ""}}, True),
         ("unsupported", {}, {"left_out": {"fp16": ""}}, False),
         ("unsupported", {}, {}, False),
-        ("nonfinite", {}, {"left_out": {"bf16": ""}, "checked_on": "GPU, torch 2"}, False),
+        ("nonfinite", CHECKED, {"left_out": {"bf16": ""}, "checked_on": "GPU, torch 2"}, False),
         ("incompatible", CHECKED, {"checked_on": "GPU, torch 2"}, True),
         ("incompatible", CHECKED, {"checked_on": "CPU, torch 2"}, False),
         ("incompatible", CHECKED, {}, False),
         ("incompatible", {}, {"checked_on": "GPU, torch 2"}, False),
     ],
 )
-def test_a_trial_that_ended_for_a_reason_of_another_device_says_nothing(
+def test_failures_of_other_devices_say_nothing_here(
     outcome: str, telemetry: dict[str, Any], device: dict[str, Any], expected: bool
 ) -> None:
     assert WorkerDevice(**device).says_nothing(trial(outcome, telemetry=telemetry)) is expected
@@ -242,6 +267,15 @@ def test_samplers_see_the_last_rung_of_a_running_trial_and_no_invalid_trial(name
         (seen,) = sampler.view(current.study).trials
         assert (seen.state, seen.values, seen.constraints) == (TrialState.PRUNED, [value], limits)
         assert seen.intermediate_values == reports
+
+
+def test_a_narrowed_sampler_hides_the_proposals_of_running_trials() -> None:
+    current = ScriptedStudy(config_of("tpe"), skipped={"fp16"})
+    for state, value in ((TrialState.RUNNING, None), (TrialState.COMPLETE, 0.5)):
+        kept = {"system_attrs": {"proposal": 1}}
+        current.study.add_trial(optuna.trial.create_trial(state=state, value=value, **kept))
+    sampler: Any = current.study.sampler
+    assert [seen.system_attrs for seen in sampler.view(current.study).trials] == [{}, {"proposal": 1}]
 
 
 def blamed(*trials: FrozenTrial) -> set[tuple[str, Any]]:

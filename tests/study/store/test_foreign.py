@@ -29,21 +29,19 @@ OUR_ATTRIBUTES = {
     "paused_at": "x",
     "resumed_at": [],
     "rungs": 7,
-    "retry_of": 99,
     "whole": "yes",
+    "retry_of": 99,
     "active_seconds": "long",
 }
 
 
-def add(distribution: Any = None, value: Any = 0.5, **given: Any) -> Callable[[optuna.Study], None]:
+def suggested(distribution: Any, value: Any, name: str = NAME) -> dict[str, Any]:
+    return {"params": {name: value}, "distributions": {name: distribution}}
+
+
+def add(**given: Any) -> Callable[[optuna.Study], None]:
     """Add a trial with the value 99, better than any trial of hpo."""
-    if distribution is not None:
-        given |= {"params": {NAME: value}, "distributions": {NAME: distribution}}
     return lambda opened: opened.add_trial(create_trial(**{"value": 99.0, **given}))
-
-
-def add_in(state: TrialState, **given: Any) -> Callable[[optuna.Study], None]:
-    return lambda opened: opened.add_trial(create_trial(state=state, **given))
 
 
 def optimize(opened: optuna.Study) -> None:
@@ -54,17 +52,15 @@ def optimize(opened: optuna.Study) -> None:
 
 
 FOREIGN = {
-    "no logarithm": add(FloatDistribution(1e-3, 1.0)),
-    "other choices": add(
-        params={"fp_precision": "fp64"}, distributions={"fp_precision": CategoricalDistribution(["fp64"])}
-    ),
+    "no logarithm": add(**suggested(FloatDistribution(1e-3, 1.0), 0.5)),
+    "other choices": add(**suggested(CategoricalDistribution(["fp64"]), "fp64", "fp_precision")),
     "several values": lambda opened: opened._storage.create_new_trial(
         opened._study_id, create_trial(state=TrialState.COMPLETE, values=[99.0, 99.0])
     ),
     "our attributes": add(user_attrs=OUR_ATTRIBUTES),
     "strange constraints": add(system_attrs={"constraints": 3, "fixed_params": [], "constraints:x": "y"}),
     "values that are no numbers": add(intermediate_values={1: math.nan, 2: math.inf}),
-    "running": add_in(TrialState.RUNNING, user_attrs=OUR_ATTRIBUTES),
+    "running": add(state=TrialState.RUNNING, value=None, user_attrs=OUR_ATTRIBUTES),
     "optimized": optimize,
 }
 
@@ -147,10 +143,6 @@ def fixed(params: Any) -> dict[str, Any]:
     return {"system_attrs": {"fixed_params": params}}
 
 
-def suggested(distribution: Any, value: Any, name: str = NAME) -> dict[str, Any]:
-    return {"params": {name: value}, "distributions": {name: distribution}}
-
-
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -165,7 +157,8 @@ def test_waiting_trial_with_wrong_values_is_refused(
     storage: Storage, given: dict[str, Any], why: str
 ) -> None:
     config = study(1, sampler={"name": "gp"}, pruner={"name": "promote"})
-    add_in(TrialState.WAITING, user_attrs=OUR_ATTRIBUTES, **given)(create_or_resume_study(storage, config))
+    waiting = create_trial(state=TrialState.WAITING, user_attrs=OUR_ATTRIBUTES, **given)
+    create_or_resume_study(storage, config).add_trial(waiting)
     assert run_trials(storage, config).outcomes == {"complete": 1}
     refused, other = read_study(storage, "tiny").trials
     assert (refused.outcome, other.outcome) == ("failed", "complete")

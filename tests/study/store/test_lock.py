@@ -7,8 +7,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,26 +36,19 @@ def hold(url: str, log: Path, idle_seconds: float) -> None:
         engine.dispose()
 
 
-@contextmanager
-def held(url: str, log: Path, idle_seconds: float = 45.0) -> Iterator[int]:
-    """Let another process hold the lock; yield its id."""
-    process = start_process(hold, url, log, idle_seconds)
-    try:
-        wait_for(log.exists)
-        yield process.pid
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-        log.unlink(missing_ok=True)
-        process.join(60)
-
-
 @pytest.mark.postgres
 def test_stopped_process_loses_the_lock(postgres_url: str, tmp_path: Path) -> None:
     engine, log = connect(postgres_url), tmp_path / "log"
-    with held(postgres_url, log, 1.0) as pid:
-        os.kill(pid, signal.SIGSTOP)
+    process = start_process(hold, postgres_url, log, 1.0)
+    wait_for(log.exists)
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
         with exclusive(engine, threading.Event()):
             pass
+    finally:
+        log.unlink()
+        os.kill(process.pid, signal.SIGCONT)
+        process.join(60)
     assert log.read_text() == "lost it"
     engine.dispose()
 

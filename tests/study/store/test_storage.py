@@ -15,7 +15,6 @@ from hpo.config.search_space import suggest
 from hpo.errors import StorageError, StudyChangedError
 from hpo.study.claims import lease as lease_module
 from hpo.study.claims.ending import end_unfinished
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.overview import list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.store.copy import copy_study
@@ -27,13 +26,12 @@ from hpo.study.store.studies import bind_data, check_data, create_or_resume_stud
 
 def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
     """Run one trial for each of `results`, and return the study."""
-    opened = create_or_resume_study(storage, config)
-    with WorkerLease(storage, opened, max_retries=config.max_retries) as worker:
+    with worker_on(storage, config, max_retries=config.max_retries) as worker:
         for trial_result in results:
             lease, trial = begin(worker)
             suggest(config.search_space, trial)
             worker.record_outcome(lease, trial_result)
-    return opened
+    return storage.load_study(config.name)
 
 
 def test_safe_changes_of_the_definition(storage: Storage) -> None:
@@ -96,8 +94,7 @@ def test_outcome_becomes_optuna_state(storage: Storage) -> None:
 
 
 def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
-    opened = create_or_resume_study(storage, study(1))
-    with WorkerLease(storage, opened, max_retries=0) as worker:
+    with worker_on(storage, study(1)) as worker:
         _, trial = begin(worker)
         metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
         rates = {"train_examples_per_second": 10.0, "train_tokens_per_second": 1300.0}
@@ -108,7 +105,7 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
     metrics = {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}
     assert stored == EvaluationRow(40, 0.5, 3.0, metrics, 10.0, 1300.0)
     assert without.train_tokens_per_second is None
-    assert opened.trials[0].intermediate_values == {1: 0.5}
+    assert storage.load_study("tiny").trials[0].intermediate_values == {1: 0.5}
 
 
 def test_evaluation_and_intermediate_value_are_stored_together(
@@ -143,13 +140,12 @@ def cancel(storage: Storage, _: Path) -> None:
     end_unfinished(storage, "tiny")
 
 
+BUDGET = study(9, name="other", budget={"hours": 1.0})
 ACTIONS: dict[str, Callable[[Storage, Path], Any]] = {
     "resume": lambda storage, _: create_or_resume_study(storage, study(3)),
     "join": join,
     "run": lambda storage, folder: work(storage.url, study(9), folder / "log"),
-    "run with a budget": lambda storage, folder: work(
-        storage.url, study(9, name="other", budget={"hours": 1.0}), folder / "log"
-    ),
+    "run with a budget": lambda storage, folder: work(storage.url, BUDGET, folder / "log"),
     "read": lambda storage, _: (read_study(storage, "tiny"), list_studies(storage)),
     "cancel": cancel,
     "delete": lambda storage, _: delete_study(storage, "tiny"),
