@@ -1,5 +1,4 @@
-"""Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed), a
-real Slurm where its programs are, a server that is as S3, and Chromium."""
+"""Databases, a real Slurm, a server like S3, exported models and Chromium for the tests."""
 
 import gc
 import logging

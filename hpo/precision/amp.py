@@ -257,7 +257,6 @@ class MixedPrecision:
 
     def end_step(self, num_fallbacks: int) -> None:
         """Count the fallbacks of a step on all ranks. Raises Nonfinite if an epoch has too many."""
-        self.step_fallbacks = 0
         self._epoch_fallbacks += num_fallbacks
         self._fp32_fallbacks += num_fallbacks
         if self._epoch_fallbacks > self.config.max_fp32_fallbacks:
@@ -297,7 +296,7 @@ class MixedPrecision:
         return AmpStatistics(*scales, skipped, fallbacks)
 
     def reset_statistics(self) -> None:
-        self._num_steps = self._fp32_fallbacks = self.step_fallbacks = 0
+        self._num_steps = self._fp32_fallbacks = 0
         self._skipped = self._scale_sum = self._zero
         self._scale_min, self._scale_max = self._zero + math.inf, self._zero - math.inf
 

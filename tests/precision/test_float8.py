@@ -2,12 +2,10 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -36,13 +34,10 @@ def stand_in() -> ModuleType:
     def auto_filter(recipe: str, filter_fqns: list[str]) -> Any:
         assert (recipe, filter_fqns) == ("tensorwise", [])
 
-        def chosen(module: nn.Module, _: str) -> bool:
-            if not isinstance(module, nn.Linear):
-                return False
-            outputs, inputs = module.weight.shape
-            return not (outputs % 16 or inputs % 16 or (inputs <= 4096 and outputs <= 1024))
+        def is_large(outputs: int, inputs: int) -> bool:
+            return outputs % 16 == inputs % 16 == 0 and (inputs > 4096 or outputs > 1024)
 
-        return chosen
+        return lambda module, _: isinstance(module, nn.Linear) and is_large(*module.weight.shape)
 
     def convert(model: nn.Module, *, module_filter_fn: Any, config: Any) -> nn.Module:
         assert config.pad_inner_dim
@@ -59,12 +54,12 @@ def stand_in() -> ModuleType:
 
 
 @pytest.fixture(params=["stand-in", "torchao"])
-def torchao(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "torchao" and find_spec("torchao") is None:
+def torchao(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "stand-in":  # `patch.dict` would drop modules of transformers that a test imports
+        monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+        monkeypatch.setitem(sys.modules, "torchao.float8", stand_in())
+    elif find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
-    modules = {"torchao": ModuleType("torchao"), "torchao.float8": stand_in()}
-    with mock.patch.dict(sys.modules, modules if request.param == "stand-in" else {}):
-        yield
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ UNCHECKED = {"compat": {"enabled": False}}
 DIVERGING = {"max_steps": 30, "optimizer": "sgd", "max_grad_norm": None, "learning_rate": 10}
 
 
-def altered(folder: Path, alter: Any = lambda _: None, training: Any = {}, **study: Any) -> Executor:  # noqa: B006
-    training = TRAINING | {"max_steps": 6, "attention": "eager"} | training
+def altered(folder: Path, alter: Any = lambda _: None, **study: Any) -> Executor:
+    training = TRAINING | {"max_steps": 6, "attention": "eager"} | study.pop("training", {})
     return altered_executor(folder, alter, training=training, **study)
 
 
@@ -118,7 +118,7 @@ def test_batch_is_the_next_one_with_its_masks(tmp_path: Path, rows: int) -> None
 
     parts, training = 8 // rows, {"max_steps": 12, "dropout": 0.5}
     plant = lambda model: model.register_forward_hook(record)  # noqa: E731
-    executor = altered(tmp_path, plant, training, **UNCHECKED)
+    executor = altered(tmp_path, plant, training=training, **UNCHECKED)
     ended(executor, tmp_path / "whole", fp_precision="fp32", micro_batch_size=rows)
     expected = seen[-12 * parts :][8 * parts : 9 * parts]  # in the second epoch
     # Between micro-batches, a trial asks once more whether to stop.
@@ -127,8 +127,7 @@ def test_batch_is_the_next_one_with_its_masks(tmp_path: Path, rows: int) -> None
     # A trial that ran out of memory has a smaller micro-batch in its telemetry than in its settings.
     found = diagnosed(executor, replace(trial, outcome="nonfinite", params={"fp_precision": "fp32"}))
     assert (found.step, found.broken, found.remedies, found.breaks_in_fp32) == (9, None, (), None)
-    for ours, theirs in zip(seen, expected, strict=True):
-        assert all(map(torch.equal, ours, theirs))
+    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
 
 
 def test_checkpoint_must_match_and_be_finite(tmp_path: Path) -> None:

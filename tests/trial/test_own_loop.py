@@ -21,8 +21,7 @@ RATE = {"learning_rate": 0.01}
 
 
 def run(executor: Any, folder: Path | None = None, **params: Any) -> TrialResult:
-    result: TrialResult = executor.run(RATE | params, folder, "trial")
-    return result
+    return executor.run(RATE | params, folder, "trial")
 
 
 def changed(old: str, new: str) -> str:
