@@ -88,10 +88,13 @@ def test_workers_with_trials_share_their_device(storage: Storage) -> None:
 
 
 def test_leaving_worker_stores_its_last_checkpoint(storage: Storage) -> None:
-    with worker_on(storage, CONFIG) as stays:
-        with worker_on(storage, CONFIG) as leaves:
+    """All machines reach it, so a worker of another machine continues the trial."""
+    stays, peer, leaves = (worker_on(storage, CONFIG) for _ in range(3))
+    peer.host = leaves.host = "elsewhere"
+    with stays, peer:
+        with leaves:
             begin(leaves)[0].saved_step = 30
-        assert rows(storage) == [(stays.id, 0, "live"), (leaves.id, 1, "left")]
+        assert rows(storage) == [(stays.id, 0, "live"), (peer.id, 1, "live"), (leaves.id, 2, "left")]
         row = begin(stays)[0].row
         assert (row.trial_number, row.saved_step, row.deaths) == (0, 30, 0)
 
