@@ -5,8 +5,6 @@ with `--trust-code`, or to `hpo.load`. So a writer of the database can run nothi
 continues with other code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

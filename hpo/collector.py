@@ -1,7 +1,5 @@
 """A pause of Python's garbage collector. This file imports nothing large: the pause is for such imports."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

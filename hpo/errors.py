@@ -33,8 +33,6 @@ failed run with 1, both without a traceback.
         └── Preempted              a stop request; the checkpoint is written
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches

@@ -5,8 +5,6 @@ All but metrics have typed options. An option is a trial setting `<name>.<option
 of a source are in `data.options`; options of a sampler or a pruner are beside its name.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Values for JSON, for databases, Optuna and the command line."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence, Set

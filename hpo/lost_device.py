@@ -6,8 +6,6 @@ error says little about its trial, and nothing about later ones.
 https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html (cudaErrorIllegalAddress)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

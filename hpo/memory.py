@@ -1,7 +1,5 @@
 """Memory of this process and its device: peak, allocator, out of memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

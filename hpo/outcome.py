@@ -1,7 +1,5 @@
 """The ends of a trial and their states in Optuna; the result and the progress of a trial."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The random number generators of PyTorch, NumPy and Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Passwords, tokens and keys in messages, logs, reports and trackers."""
 
-from __future__ import annotations
-
 import re
 
 HIDDEN = "***"

@@ -1,7 +1,5 @@
 """The base of every section of a study file, and shared types of values."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field

@@ -1,7 +1,5 @@
 """Versions of installed packages, and the installation of missing ones."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal

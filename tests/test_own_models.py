@@ -337,12 +337,12 @@ def test_wrong_parts_are_refused_with_their_name(tmp_path: Path, old: str, new: 
     named = {"pooling": "first", "loss": "plain", "optimizer": "plain_sgd", "schedule": "flat"}
     source = MODELS + PARTS.replace(old, new)
     with pytest.raises(InputError, match=re.escape(message)):
-        executor_of(tmp_path, source, training=PLAIN | named, search_space={}).check_study()
+        own_executor(tmp_path, source, training=PLAIN | named, search_space={}).check_study()
 
 
 def test_trial_with_an_error_of_a_metric_is_invalid(tmp_path: Path) -> None:
     source = MODELS + UNDEFINED.replace("return", 'assert len(calls) < 3, "late"\n    return')
-    executor = executor_of(
+    executor = own_executor(
         tmp_path,
         source.replace("UNDEFINED_CALLS", "()"),
         training=PLAIN | {"max_steps": 4},

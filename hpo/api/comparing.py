@@ -1,7 +1,5 @@
 """Plan and run the comparison of `hpo.Study.compare` on this machine."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -35,6 +33,15 @@ class ComparisonStopped(RunError):
         self.result = result
 
 
+def check_request(request: Request) -> None:
+    """Raise InputError for an unknown question or a number that is not above 0."""
+    if request.question not in get_args(Question):
+        raise InputError(
+            f"`question` must be one of {', '.join(get_args(Question))}, but got {request.question}."
+        )
+    check_positive(top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin)
+
+
 def run_comparison(
     database: Storage,
     search: StudyRecord,
@@ -43,11 +50,6 @@ def run_comparison(
     run: Callable[[StudyConfig], RunResult],
 ) -> Mapping[str, Any]:
     """Plan a comparison, `run` its trials step by step and judge them, see `hpo.Study.compare`."""
-    if request.question not in get_args(Question):
-        raise InputError(
-            f"`question` must be one of {', '.join(get_args(Question))}, but got {request.question}."
-        )
-    check_positive(top=request.top, seeds=request.seeds, max_seeds=request.max_seeds, margin=request.margin)
     if config.has_own_loop:
         raise InputError(
             "hpo compare judges the predictions of trials row by row, but a study with its own training loop "

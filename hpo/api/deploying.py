@@ -1,7 +1,5 @@
 """Deploy the best model of a study: write its fastest form that is as good as fp32 to a folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The life of a study in its database, from `enqueue` to `delete`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Evaluate, export, diagnose or reproduce one trial of a study."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Find the study and the database that a user names, and the folder for the output."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ from pathlib import Path
 import typer
 
 from hpo import code as codes
-from hpo.config.sections import MAX_TRIALS, BudgetConfig
+from hpo.config.sections import MAX_TRIALS, MOST_TRIALS, BudgetConfig
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.errors import (
     InputError,
@@ -21,6 +19,7 @@ from hpo.errors import (
     StudyFileError,
     printable,
 )
+from hpo.json_safe import is_number
 from hpo.study.running.stopping import Stop
 from hpo.study.store.database import URL_FROM_FILE, shown_url, storage_url
 from hpo.study.store.storage import Storage, open_storage
@@ -35,6 +34,8 @@ def to_run(config: StudyConfig, n_trials: int | None = None, hours: float | None
     """Replace the study's number of trials or device-hours if given, and make its output folder."""
     make_runs_folder(config.name)
     check_positive(n_trials=n_trials, hours=hours)
+    if n_trials is not None and (n_trials % 1 or n_trials > MOST_TRIALS):
+        raise InputError(f"`n_trials` must be a whole number <= {MOST_TRIALS}, but got {n_trials}.")
     if hours is not None:
         config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=MAX_TRIALS)
     return config if n_trials is None else config.with_values(n_trials=n_trials)
@@ -51,7 +52,7 @@ def trust(code: str) -> None:
 def check_positive(**given: float | None) -> None:
     """Raise InputError if a given number is not above 0."""
     for name, value in given.items():
-        if value is not None and not value > 0:
+        if value is not None and not (is_number(value) and value > 0):
             raise InputError(f"`{name}` must be > 0, but got {value}.")
 
 

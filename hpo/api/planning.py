@@ -1,7 +1,5 @@
 """Plan a study from measured costs: of its complete trials, or of some steps on this device."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Trials on this machine: in this process, in several, or in the ranks of torchrun."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Show a study as a page, in optuna-dashboard, or in a tracker."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

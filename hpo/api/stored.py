@@ -3,8 +3,6 @@
 Nothing here imports transformers, pandas or plotly, so commands such as `hpo status` start faster.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

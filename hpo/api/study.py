@@ -310,6 +310,7 @@ class Study(ManagedStudy):
             RunError: it was interrupted; the ended trials are kept.
         """
         request = Request(question, **options)
+        comparing.check_request(request)
         with self._stopping(until) as stop, self.opened() as (database, record):
 
             def run(config: StudyConfig) -> RunResult:

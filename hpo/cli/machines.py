@@ -55,11 +55,12 @@ def worker(study: hpo.Study, **options: Any) -> Any:
 @command("storage")
 def studies(storage: str | None = None) -> Answer:
     """List the studies of the database: state, progress, live workers, age."""
-    from hpo.api.opening import existing_database
-    from hpo.report.screens import overview
+    from hpo.report.studies import overview
     from hpo.study.reading.overview import list_studies
+    from hpo.study.store.database import storage_url
+    from hpo.study.store.storage import open_storage
 
-    with existing_database(storage) as database:
+    with open_storage(storage_url(storage), create=False) as database:
         overviews = list_studies(database)
     return Answer([one.as_json() for one in overviews], overview(overviews))
 

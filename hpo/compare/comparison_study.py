@@ -3,8 +3,6 @@
 Nothing is pruned, no precision falls back to another, and no checkpoint outlives its trial.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

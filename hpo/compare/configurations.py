@@ -4,8 +4,6 @@ No winner is named, since a few seeds cannot tell the best configurations apart.
 as the baseline, the best constant prediction. Runs of another precision, or with a bug, do not count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

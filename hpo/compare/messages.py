@@ -3,8 +3,6 @@
 They are stored, and shown in the terminal, the report and the dashboard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from hpo.compare.runs import Ratio, Runs

@@ -1,7 +1,5 @@
 """Results of a comparison so far, in their stored form, and the plan of its next round."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

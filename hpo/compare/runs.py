@@ -4,8 +4,6 @@ A run is no evidence about its precision after a bug, a fault of the machine, th
 fallback to another precision. Its pair does not count. A run that became NaN counts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

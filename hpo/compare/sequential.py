@@ -1,7 +1,5 @@
 """Rounds of a comparison, until it is decided."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Anybody who can write to the database controls the paths of its studies. So a pa
 folder or in a folder or bucket of `HPO_ALLOW`, unless the user's study file names it too.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Choices of commands: names of trackers and questions of `hpo compare`, read without pydantic."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 TrackerName = Literal["mlflow", "tensorboard", "wandb"]

@@ -10,8 +10,6 @@ those of the search, so that the luck of its winners does not count. The points 
 `hpo compare` raises `num_seeds` of the precisions without a verdict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping
 from typing import Annotated, Any, get_args
 

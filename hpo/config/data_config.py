@@ -1,7 +1,5 @@
 """The data of a study: source, files, columns, tasks, limits, and the cutting of long texts."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Iterator, Mapping

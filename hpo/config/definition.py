@@ -4,8 +4,6 @@ A study resumes with its first values or is refused. A key that only one of two 
 if a file gave it. Keys keep the order of the file, because heads have the order of the tasks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Configurations to try first, before the sampler of a study draws any."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

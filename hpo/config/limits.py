@@ -4,8 +4,6 @@ Each limit is one of Optuna's constraints: the distance of a trial from the limi
 that limits of different units compare. It is 0 or less if the trial meets the limit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 

@@ -5,8 +5,6 @@ optimum for the encoder's size and the data. The claim of a new trial chooses th
 the planned number of trials.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hpo.config.first import fitting

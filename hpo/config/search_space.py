@@ -5,8 +5,6 @@ stores choices of text, numbers, booleans and null, and a list or a mapping (`be
 JSON text.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Small sections of a study file: model, budget, check of the precision, evaluation, checkpoints."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -17,6 +15,7 @@ from hpo.section import Count, Section, Switch, Whole
 
 MAX_TRIALS = 1000
 """Largest number of trials of a study with a budget and without `n_trials`."""
+MOST_TRIALS = 100_000  # the database has a row for each from the start
 BUCKETS = ("s3://", "gs://")
 NOT_SHARED = (
     "The study has no `checkpoint.location`, so each machine keeps its own checkpoints, and a trial "

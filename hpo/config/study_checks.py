@@ -1,7 +1,5 @@
 """Problems between the settings of a study: each is valid alone, but not together with the others."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 

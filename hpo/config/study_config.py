@@ -34,6 +34,7 @@ from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, parse_search_space
 from hpo.config.sections import (
     MAX_TRIALS,
+    MOST_TRIALS,
     BudgetConfig,
     CheckpointConfig,
     CompatConfig,
@@ -113,8 +114,7 @@ class StudyConfig(CheckedSection):
     """Choice of the next configuration."""
     budget: BudgetConfig | None = None
     """Limit of the study's device time: `{hours: 4}`."""
-    # The database has a row for each from the start.
-    n_trials: Annotated[Count, Field(le=100_000)] = Field(
+    n_trials: Annotated[Count, Field(le=MOST_TRIALS)] = Field(
         default_factory=lambda study: MAX_TRIALS if study.get("budget") else 20
     )
     """Number of trials, over all workers. A grid ends after its last combination. Default: 20, or with a

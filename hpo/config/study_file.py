@@ -4,8 +4,6 @@ ruamel.yaml follows YAML 1.2: only `true` and `false` are booleans, and `1e-5` i
 a problem. Aliases are refused, because a few lines of them can stand for billions of values.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

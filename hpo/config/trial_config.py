@@ -1,7 +1,5 @@
 """The configuration of one trial: fixed settings of its study, suggested settings, and defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

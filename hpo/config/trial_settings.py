@@ -4,8 +4,6 @@ A study fixes a setting under `training:` or searches it under `search_space:`, 
 one task or one source of data have names such as `loss_weight.<task>` and `sampling_weight.<source>`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, get_args, get_type_hints

@@ -4,8 +4,6 @@ Texts are equal if they differ in case and white space alone. The comparison is 
 rows take 8 MB.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import unicodedata

@@ -7,8 +7,6 @@ keep the rows with the smallest hashes: a larger limit keeps all rows of a small
 Several sources are read one by one and then joined. A row has labels for the tasks of its source alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Every row is checked once, when it is read. Later code need not doubt a label or an offset.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches

@@ -4,8 +4,6 @@ Its csv files are read here like any csv file. `datasets` reads them with pandas
 column, turns the class `007` into a number, reads "NA" as an empty cell, and fills rows that are too short.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import fields

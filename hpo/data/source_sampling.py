@@ -9,8 +9,6 @@ temperature of 1 with equal weights an epoch holds every window once.
 Suffix: S sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

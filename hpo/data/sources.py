@@ -10,8 +10,6 @@ The form of a csv file is detected:
 - Delimiter: the given one, `,` `;` tab or `|`: the first with all needed columns in the header.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

@@ -10,8 +10,6 @@ An annotator misses a criterion with probability `label_noise`, and labels a loo
 labels follow the annotator. A row depends on the seed, the split and its number alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

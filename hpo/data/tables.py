@@ -14,8 +14,6 @@ Several classes are a list, the text of a JSON list, or `a|b`. Spans are {name: 
 a single span name, [[start, end], ...]; a table may hold them as JSON. Class names lose outer white space.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tasks of a data set, from a `tasks.json` or the study file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

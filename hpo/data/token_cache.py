@@ -4,8 +4,6 @@ A split is a folder with one file for each array. A hash of all inputs names the
 when it is complete; a damaged one is made again. The files are memory-mapped, so workers share one copy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

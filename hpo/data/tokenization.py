@@ -20,8 +20,6 @@ be cut anywhere; a probe finds the special tokens.
 Suffixes: T tokens of all texts one after the other; E texts; S spans; W windows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -4,8 +4,6 @@ Tokens, decoding and thresholds are those of an evaluation. Batches are those of
 one exception: in int8, a text's logits depend on its batch, so such a form is scored one window at a time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

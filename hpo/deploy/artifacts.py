@@ -1,7 +1,5 @@
 """The deployable forms of a model: their names, the forms that a device can run, and their builder."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Validation chooses. The test split is used once, and a form that is worse there 
 cannot be built, scored in time or timed is left out with the reason.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

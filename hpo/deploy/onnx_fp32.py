@@ -3,8 +3,6 @@
 `torch.onnx` writes the graph: it comes with PyTorch and knows its operators. `optimum-onnx` lags behind.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import logging

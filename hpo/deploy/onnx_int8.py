@@ -10,8 +10,6 @@ Unsigned weights of 8 bits take 1.6 times as long. With MiniLM, the error of the
 spread is 0.13, and 0.12 with 8 bits.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import replace

@@ -4,8 +4,6 @@ Other programs slow down a machine at times, so the forms take turns on the same
 turn does not count. The speed-up is the ratio of the medians of all rounds, with its range over the rounds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The forms that PyTorch runs: the trial's fp32 weights with the precision to compute in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

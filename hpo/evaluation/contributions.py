@@ -9,8 +9,6 @@ Scores are in points (hundredths). `mae` and `rmse` are in the units of the labe
 that higher is better. Errors of a regression count as the range of the labels where they are larger.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -20,8 +20,6 @@ A collapse of few runs cannot be excluded by few runs either: 600 runs are neces
 `collapse_share` states the share of runs that may collapse.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -8,8 +8,6 @@ binary cross-entropies (multi_label), the absolute error (regression), or the nu
 spans.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -18,8 +18,6 @@ its F1 of the whole split. In simulations of 400 rows, with three common classes
 and 20 rows, 100, 100, 97 and 94 % of the intervals covered `f1_macro` of the population.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

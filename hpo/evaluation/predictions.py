@@ -1,7 +1,5 @@
 """`hpo.compare_predictions`: the verdict on predictions from any source."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

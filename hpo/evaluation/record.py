@@ -1,7 +1,5 @@
 """Stored record of a detailed evaluation of one model on one split."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache

@@ -4,8 +4,6 @@ The verdict is `as_good`, `worse` or `not_shown`, with a sentence for people. Bo
 run without a score counts as the baseline, the best constant prediction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ the same way when it freezes a model, but needs a compiler and minutes. The resu
 of summation: by 5e-8 in probabilities of MiniLM, like those of two batch sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ A predicted row is a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `labels.<task>`, `spans.<task>`, `scores.<task>`.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -8,8 +8,6 @@ B begins at 0, so a trial begins with the unchanged encoder. Checkpoints hold th
 frozen ones come from the encoder again, and `base_digest` shows if they are the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

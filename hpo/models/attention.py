@@ -14,8 +14,6 @@ Under autocast Q, K and V have its dtype, as in PyTorch. Scores and softmax are 
 GPU, without dropout, in compiled code, and with any mask but padding at the end of texts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -9,8 +9,6 @@ encoders that mask padding by at most 4e-6 of the largest state (48 layers). Enc
 them by 1e-3 or more (2 layers of fresh weights).
 """
 
-from __future__ import annotations
-
 from itertools import cycle, islice
 
 import torch

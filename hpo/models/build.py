@@ -1,7 +1,5 @@
 """Builds the model of a trial from an encoder, and refuses settings that the encoder cannot do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

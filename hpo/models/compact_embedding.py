@@ -10,8 +10,6 @@ terms of SGD are linear in the weight. An extra row of ones is trained along and
 module's state is the whole table, so checkpoints and exports are the usual ones.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -11,8 +11,6 @@ A dropped value is 0 even if it was infinite or NaN. On a GPU, in compiled code 
 PyTorch's own dropout runs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -14,8 +14,6 @@ Weights are loaded in fp32; precision is applied to the finished model. No reque
 attention implementation, dropout setting or weight is an error.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

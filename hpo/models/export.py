@@ -4,8 +4,6 @@ The key `runtime` of hpo.json names the program that computes: `torch` (the defa
 (`hpo.deploy.onnx_fp32` writes it, `hpo.inference.onnx_network` runs it). Each has a format number.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ trials of a study start from the same weights, a worker needs no network, and a 
 nor in reach fails at once and not after minutes of retries.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import logging

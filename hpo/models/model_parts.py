@@ -10,8 +10,6 @@ heads.<task>         the head of one task
 <name of a module>   as PyTorch names it: encoder.encoder.layer.0.output.dense
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ an addition of 0.5 is lost.
 Shape suffixes: B windows, L tokens in a window, D hidden size, K outputs of one task, T tasks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast

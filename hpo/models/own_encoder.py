@@ -3,8 +3,6 @@
 Its inside is unknown, so settings of the inside (`REFUSED`) are refused: they may be its own options.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

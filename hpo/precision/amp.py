@@ -8,8 +8,6 @@ every few steps. They keep the longest run of bad steps, so the interval of `che
 trial ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping

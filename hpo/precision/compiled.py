@@ -14,8 +14,6 @@ A part in fp32 under autocast is unverified if step 2 changes nothing, because t
 output. A result is not compared if it differs between two equal passes. The weights are restored bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 

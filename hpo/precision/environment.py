@@ -9,8 +9,6 @@ Point Emulation"; Triton's `knobs.py` and Inductor's `config.py`; for AMD GPUs, 
 and AMD, "ROCm environment variables".
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

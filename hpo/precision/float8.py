@@ -6,8 +6,6 @@ than it saves on small layers: torchao measured 0.80 of the speed of bf16 for 10
 H100, BERT-large in fp8 had 0.92 of the tokens/s of bf16 (tests/gpu/README.md).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -13,8 +13,6 @@ forward and backward, and keeps no decoded copy in between. A merged model has t
 computes the same.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -6,8 +6,6 @@ weight with a computed mask or hidden states with an added scale. If it may be a
 counts as a weight without a measurement.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

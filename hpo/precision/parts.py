@@ -13,8 +13,6 @@ ranks by the largest eigenvalue of the Hessian (HAWQ, arXiv 1905.03696), or a pr
 because errors of parts do not add.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, cast
 

@@ -12,8 +12,6 @@ slower than fp32; this is `emulated`, and a study must allow it. `resolve` never
 silently: it returns the requested one, or another one with the reason, or raises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal

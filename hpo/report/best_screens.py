@@ -1,7 +1,5 @@
 """Text and tables of `hpo best` and of the end of `hpo run`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Limits of the conclusions from a study, each with its remedy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple

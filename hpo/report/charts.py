@@ -3,8 +3,6 @@
 The colours are by Okabe and Ito (2008): people with the common colour-blindnesses can tell them apart.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ only requests with its own address as host, since another site may have a name f
 in our process, because `optuna-dashboard URL` would show the database's password in the process list.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import re

@@ -1,7 +1,5 @@
 """A check of a study's data before training: facts, lengths and advice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

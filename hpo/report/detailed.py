@@ -4,8 +4,6 @@ In a document an unknown value is None. Marks in a text compare prediction and t
 predicted only, `=` both. Signs, colours and underlines say the same, so no reader depends on one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Numbers, durations and parameters as text, alike in the terminal, the page and the dashboard."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

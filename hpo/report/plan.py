@@ -3,8 +3,6 @@
 The costs come from complete trials, or from some training steps on this machine.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The page opens offline, since plotly.js is inside, and its policy forbids it to 
 and trials is escaped.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -264,7 +262,8 @@ def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> d
 
 def _all_trials(tables: StudyTables) -> Rows:
     trials = tables.trials
-    table = trials[["number", "outcome", "precision"]].assign(effective=trials["effective"].fillna(MISSING))
+    table = trials[["number", "outcome"]].assign(precision=trials["precision"].replace("", MISSING))
+    table["effective"] = trials["effective"].fillna(MISSING)
     for metric in tables.record.metric_names:
         table[metric] = [format_metric(metric, value) for value in trials[objective_column(metric)]]
     if len(tables.devices) > 1:

@@ -3,8 +3,6 @@
 Nothing here imports transformers, pandas or plotly, so `hpo status` starts faster.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import sleep
@@ -38,7 +36,6 @@ from hpo.report.status import (
 )
 from hpo.report.terminal import OUTCOME_STYLES, Part, warning
 from hpo.report.trial_precision import precision_facts
-from hpo.study.reading.overview import StudyOverview
 from hpo.study.reading.study_record import StudyRecord, best_trials, is_over
 from hpo.study.reading.watch import StudyProgress, outcome_of
 from hpo.study.sampling.promotion import rungs_of
@@ -113,24 +110,6 @@ def watched(read: Callable[[], StudyRecord], seconds: float) -> Iterator[tuple[o
         if is_over(record):
             return
         sleep(seconds)
-
-
-def overview(studies: Sequence[StudyOverview]) -> Iterator[Part]:
-    if not studies:
-        yield "The database holds no study."
-    yield (
-        "",
-        [
-            {
-                "study": study.name,
-                "state": {"open": "unfinished", "done": "finished"}.get(study.state, study.state),
-                "trials ended": f"{study.trials['done']} of {study.trials['total']}",
-                "workers": str(study.workers),
-                "age": format_seconds(study.now - study.created),
-            }
-            for study in studies
-        ],
-    )
 
 
 class StudyDisplay:

@@ -3,8 +3,6 @@
 Nothing here imports transformers, pandas or plotly, so `hpo status` starts faster.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

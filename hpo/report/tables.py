@@ -7,8 +7,6 @@
 - Wasted time is time in trials that ended as neither `complete` nor `pruned`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import cached_property
@@ -128,11 +126,13 @@ class StudyTables:
         return table
 
     def _requested_precision(self, trial: TrialRecord) -> str:
+        """Return the precision; empty for a trial that has not drawn it."""
+        is_searched = PRECISION in (_look_up(self.record.definition, "search_space") or {})
         return (
             _look_up(trial.telemetry, "precision.requested")
             or trial.params.get(PRECISION)
             or _look_up(self.record.definition, f"training.{PRECISION}")
-            or "auto"
+            or ("" if is_searched else "auto")
         )
 
     @cached_property

@@ -1,7 +1,5 @@
 """Text, tables and warnings in a terminal or a log file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TypeAlias

@@ -4,8 +4,6 @@ Statistics by precision group only trials with the same requested formats. If an
 beside the requested one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress

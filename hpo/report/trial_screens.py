@@ -1,7 +1,5 @@
 """Text and tables of `hpo train` and `hpo verify`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

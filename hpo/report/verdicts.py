@@ -1,7 +1,5 @@
 """Results of `hpo compare` and `hpo deploy` as text and tables; the sentences are stored with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 A task without a key in `labels` or `spans` is not annotated: the example has no part in its loss and metrics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

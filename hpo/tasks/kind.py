@@ -12,8 +12,6 @@ The package has six kinds, and `KINDS` maps their names to them. The layout of t
     span_per_label        [B, L, C]     float32 [B, L, C] in {0, 1} -1       a token and class
 """
 
-from __future__ import annotations
-
 import math
 import unicodedata
 from abc import ABC, abstractmethod

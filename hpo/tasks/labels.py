@@ -1,7 +1,5 @@
 """The kinds with classes of a row: one class, or any number."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

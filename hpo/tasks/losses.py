@@ -5,8 +5,6 @@ no device sync and can be captured in a CUDA graph. Missing items are masked bef
 NaN target behind `torch.where` would still give a NaN gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

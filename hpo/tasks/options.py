@@ -1,7 +1,5 @@
 """Settings of a task's loss, and thresholds that turn its scores into predictions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Targets stay in float64 until they are standardised: the float32 nearest to a ti
 Metrics sum squares in float64, so a target and the spread of the targets need a square there.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The kind with one span of a row, an answer, or none."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

@@ -3,8 +3,6 @@
 More suffixes than in `hpo.tasks.spans`: Q (example, predicted class) pairs, P the tokens of all pairs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

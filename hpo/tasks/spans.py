@@ -4,8 +4,6 @@ Suffixes: T all tokens of a split, E examples, O owned tokens of text in reading
 any.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Suffixes: W windows, E examples, C classes, N rows, B weightings of the rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

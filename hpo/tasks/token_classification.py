@@ -1,7 +1,5 @@
 """The kind with spans of several names, as tags of tokens."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -6,8 +6,6 @@ Suffixes: T tokens of all windows with special tokens, without padding; W window
 numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The process ends when its standard input closes, also if this process is killed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

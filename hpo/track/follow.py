@@ -5,8 +5,6 @@ changes since the tracker last accepted them. Nothing is written to the database
 tracker.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

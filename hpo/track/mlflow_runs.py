@@ -5,8 +5,6 @@ others. The run itself shows which evaluations it has: its `marker` is the last 
 refuses another value of a param, so a param keeps its first value.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ Numbers are scalars. At the end of a run, its settings and facts are HPARAMS and
 that is written anew begins with `purge_step`, so that TensorBoard drops its earlier content.
 """
 
-from __future__ import annotations
-
 import html
 import shutil
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ to send later. A server continues the run of an id and ignores a repeated step; 
 are written anew.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

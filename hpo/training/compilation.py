@@ -5,8 +5,6 @@ at its first run. Expected shapes are compiled before the first step. Others com
 evaluation, and do not count as training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -14,8 +14,6 @@ memory runs out on any rank, the trial ends as `oom`. Any other error ends its p
 others: the trial resumes at the next start.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta

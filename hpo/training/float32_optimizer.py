@@ -20,8 +20,6 @@ decoded moments, on every device. Tensors with less than `MIN_ELEMENTS` keep fp3
 not divide a tensor, zeros fill the last block; torchao keeps fp32 there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache

@@ -9,8 +9,6 @@
   each loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ classes. With a mean over classes instead, a task of 62 classes pulls on the sha
 strength of a single_label task beside it, and hardly learns before the other task has converged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

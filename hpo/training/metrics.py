@@ -24,8 +24,6 @@ weights, and thousands of resamples are matrix products. A metric of the study's
 of truths and predictions. For it the rows themselves are stored, and each resample is a call.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -148,6 +146,5 @@ def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Ex
     annotated = [example for _, _, example in rows]
     kind = kind_of(task)
     counts_NC, values_N = kind.row_values(predicted, annotated)
-    truths = [kind.truth(one) for one in annotated]
-    kept = (truths, predicted) if metrics_of(task.kind) else ((), ())
+    kept = ([kind.truth(one) for one in annotated], predicted) if metrics_of(task.kind) else ((), ())
     return RowStatistics(task, len(examples), index_N, counts_NC, values_N, kept)

@@ -1,7 +1,5 @@
 """Smaller micro-batches if memory runs out, at the same global batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -9,8 +9,6 @@ Gradients are accumulated and clipped in the dtype of their weights, by a norm i
 budget. So a resumed trial needs no scheduler state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

@@ -11,8 +11,6 @@ recorded (it waits for the GPU, or no memory is left), the trial continues witho
 the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

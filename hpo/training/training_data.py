@@ -1,7 +1,5 @@
 """The tokens of a trial and the batches of its epochs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

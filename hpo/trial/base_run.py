@@ -3,8 +3,6 @@
 `TrialRun` trains with the loop of this package, `OwnTrial` with the training function of a study's code.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod
@@ -351,9 +349,10 @@ class BaseRun(ABC):
         if self.best is None:
             if not self.state.num_evaluations:
                 raise Invalid("the training function has returned without a report: call `run.report`.")
+            remedy = "Use another metric" if self.tasks else "Give it to `run.report`, or use another metric"
             raise Invalid(
-                f"the metric {self.undefined} of an objective or a limit has no value in any evaluation. Use "
-                "another metric."
+                f"the metric {self.undefined} of an objective or a limit has no value in any evaluation. "
+                f"{remedy}."
             )
         if self.stopped_early:  # in a step that was evaluated before
             self._check_measured(self.last_evaluation)

@@ -1,7 +1,5 @@
 """The model of a finished trial: its best checkpoint, evaluated on a split, or exported."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Callable, Mapping

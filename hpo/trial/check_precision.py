@@ -6,8 +6,6 @@
 It is the check before a trial (`hpo.trial.compat`), with the costs of the batch.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import Counter, UserDict

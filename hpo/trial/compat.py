@@ -9,8 +9,6 @@
 The measurement (`hpo.trial.measure`) does not depend on the study's bounds, so it is cached and judged anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Both sides are compiled or neither is, so the ratios show the precision alone. T
 load on the machine slows both.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

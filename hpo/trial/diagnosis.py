@@ -5,8 +5,6 @@ trial that ran in the same way had the same dropout masks. If something is not f
 with every operator watched, and then with a lower loss scale, in bf16 and in fp32. The study is not changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

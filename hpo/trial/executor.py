@@ -6,8 +6,6 @@ Every end of a trial becomes a `TrialResult`. An error that concerns more than t
 a full disk, a lost lease, a lost GPU.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -5,8 +5,6 @@ score                        the mean of all tasks' primary metrics; an r2 below
 train_examples_per_second    or another of `limits.MEASURED_METRICS`: a cost of the trial
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ A step is made as in `hpo.training.loop`. The rest of the trial is in `hpo.trial
 `hpo.trial.base_run`.
 """
 
-from __future__ import annotations
-
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ every step takes its batch and its dropout masks from the seed. Recorded conditi
 different result comes with possible causes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

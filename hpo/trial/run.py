@@ -1,7 +1,5 @@
 """One trial from its parts to its values: check -> prepare -> resume -> compile -> train -> finish."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A `TrialRecorder` holds the known facts, and reads changing ones when the record
 pruned or ran out of memory has its throughput and its precision facts too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

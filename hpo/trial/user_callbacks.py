@@ -7,8 +7,6 @@ time of the study, but not as training: it is in no rate and in no budget of sec
 The callbacks of a trial are made when it starts or resumes in a process. They keep no state over a restart.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Every supported or emulated precision is measured on the study's model and data:
 trial's check, its speed and memory on a micro-batch of training. Nothing is trained or stored.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -146,6 +146,9 @@ def test_train_check_and_verify_need_no_database(folder: Path) -> None:
     ("method", "options", "message"),
     [
         ("run", {"n_trials": 0}, "`n_trials` must be > 0, but got 0"),
+        ("run", {"n_trials": "5"}, "`n_trials` must be > 0, but got 5"),
+        ("run", {"n_trials": 2.5}, "`n_trials` must be a whole number <= 100000, but got 2.5"),
+        ("run", {"n_trials": 100_001}, "`n_trials` must be a whole number <= 100000, but got 100001"),
         ("run", {"timeout": 0.0}, "`timeout` must be > 0"),
         ("run", {"workers": 2, "workers_per_device": 2}, "Give one of them"),
         ("run", {"until": "teatime"}, "teatime"),

@@ -34,6 +34,7 @@ def test_help_imports_no_slow_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("studies",),
         ("status", "tiny"),
         ("best", "tiny"),
         ("pause", "tiny"),
@@ -48,6 +49,7 @@ def test_command_without_models_imports_no_slow_module(
     found = slow_modules_after(tmp_path, *arguments, "--storage", f"sqlite:///{folder}/runs/hpo.db")
     assert not found & {"transformers", "datasets", "plotly"}
     assert "pandas" not in found or arguments[0] == "best"
+    assert "torch" not in found or arguments[0] != "studies"
     assert "sqlalchemy" in found
 
 

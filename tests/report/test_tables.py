@@ -152,3 +152,9 @@ def test_every_kind_of_device_has_its_own_row() -> None:
         speeds = [trial.telemetry["throughput"][SPEED] for trial in trials]
         assert rows["bf16", device]["examples/s"] == format_number(statistics.median(speeds))
         assert "share of time" not in rows["bf16", device]
+
+
+def test_waiting_trial_has_drawn_no_precision() -> None:
+    waiting = dataclasses.replace(fake_trial(0, "fp32"), params={}, telemetry={}, state="WAITING")
+    for definition, precision in ((choosing(["fp32", "bf16"]), ""), ({}, "auto")):
+        assert list(tables_of([waiting], definition=definition).trials["precision"]) == [precision]

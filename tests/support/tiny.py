@@ -192,8 +192,8 @@ def wide_layer(model: MultitaskModel) -> None:
     torch.nn.init.normal_(block.output.dense.weight, std=1e4)
 
 
-def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> MultitaskLoss:
-    return MultitaskLoss(tasks, LossOptions(**options), {}, {})
+def tiny_objective(**options: Any) -> MultitaskLoss:
+    return MultitaskLoss(TASKS, LossOptions(**options), {}, {})
 
 
 def overflow_in_reduced_precision(model: MultitaskModel) -> None:

@@ -88,7 +88,7 @@ def net(width):
         (LOOP, {"fp_precision": "tf32"}, "unsupported", "tf32"),
         (changed("ROWS[rows], CL", "ROWS[rows] * torch.inf, CL"), {}, "nonfinite", "not finite in 3 steps"),
         (changed("        run.report(", "        print("), {}, "invalid", "returned without a report"),
-        (changed('{"accuracy"', '{"recall"'), {}, "invalid", "the metric accuracy of an objective"),
+        (changed('{"accuracy"', '{"recall"'), {}, "invalid", "evaluation. Give it to `run.report`"),
         (changed("        model.train()", "        1 / 0"), {}, "failed", "ZeroDivisionError"),
     ],
 )

@@ -9,8 +9,6 @@ the requeue. The worker that sees the end of the study cancels the waiting jobs 
 database's URL, which may contain a password, from a file that only its owner may read.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

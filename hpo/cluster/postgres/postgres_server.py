@@ -13,8 +13,6 @@ not reach the other hosts of a shared file system. So the server inherits a lock
 releases when the last process of the server ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import os

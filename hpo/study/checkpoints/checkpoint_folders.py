@@ -4,8 +4,6 @@ Several databases may share one `runs/`, and `hpo copy` leaves two databases wit
 file in the folder names the last database of the study. That database alone removes the checkpoints.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Sequence

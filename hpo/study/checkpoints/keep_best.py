@@ -1,7 +1,5 @@
 """Retention of checkpoints: the best trials of a study and its last non-finite trials keep them."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Mapping, Sequence

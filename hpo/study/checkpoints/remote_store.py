@@ -10,8 +10,6 @@ A checkpoint with both files is complete. Its name ends in a digest of the resum
 checkpoints for its own key. After a failed upload the trial continues; the next one brings the checkpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re

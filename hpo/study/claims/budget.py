@@ -6,8 +6,6 @@ evaluation with a checkpoint. It is PRUNED with the reason `BUDGET_SPENT`, and c
 raised. The planner (`hpo.study.sampling.forecast`) decides if another trial begins.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

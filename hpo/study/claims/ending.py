@@ -1,7 +1,5 @@
 """End of trials without a worker: paused trials that do not continue, and trials that are given up."""
 
-from __future__ import annotations
-
 import json
 
 import sqlalchemy as sa

@@ -4,8 +4,6 @@ Each change is one transaction, which first locks the claim's row. A killed work
 before or after a change.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import socket

@@ -19,8 +19,6 @@ A trial ends as `crashed` after `MAX_DEATHS` deaths of its workers in a row with
 of the trial counts the death in the transaction of its claim. A worker that lost its GPU counts its own.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

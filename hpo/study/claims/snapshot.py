@@ -4,8 +4,6 @@ A worker's device may lack precisions of the study (`Runnable`). Optuna's trials
 on a connection of their own. A trial is claimed only if it is still unchanged.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Membership of a worker in a study: its row in the database, and a thread with its heartbeats."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

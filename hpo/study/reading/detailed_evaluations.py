@@ -5,8 +5,6 @@
   kilobytes for a thousand texts. Any metric, and each example's contribution to it, can be computed later.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

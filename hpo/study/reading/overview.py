@@ -3,8 +3,6 @@
 The database adds up the numbers in a few queries, because `reader` takes seconds for thousands of trials.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -4,8 +4,6 @@ Optuna runs queries for every attribute of a trial, which takes seconds for thou
 runs one query for each table.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """A stored study as plain values: the outcomes of its trials, and the best of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime

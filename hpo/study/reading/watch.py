@@ -4,8 +4,6 @@ A terminal shows the trials of a run in the same way whether they run in this pr
 machine or on another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -4,8 +4,6 @@ One of the workers that share a folder of checkpoints holds a lock there, and th
 evaluation fails, `hpo best --evaluate` tries it again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import threading

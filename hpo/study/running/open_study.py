@@ -4,8 +4,6 @@ Data, tokenizer, model and a batch through all heads are tried before anything i
 leaves no study behind, so the corrected file finds none that differs from it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping

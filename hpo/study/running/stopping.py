@@ -14,8 +14,6 @@ progress for `stall_seconds` and `TIMES_SLOWEST` times its longest step. SIGABRT
 (`hpo.study.claims.leases`): a supervisor starts the worker again.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import math

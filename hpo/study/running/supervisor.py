@@ -6,8 +6,6 @@ workers checkpoint and leave, and the error shows the end of the log. Workers st
 ends, also by the death of this process. During an outage, a dead worker waits for its restart.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -5,8 +5,6 @@ every trial has ended or, if it is told to stop, once its trial has a checkpoint
 last trials it waits, to take over if one of them dies.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading

@@ -10,8 +10,6 @@ sampler does not see `invalid` trials, nor trials without information about its 
 - for samplers with a model of the choices (TPE and GP), trials in a precision outside this device.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ grows with the share of the trial's budget. The two are measured apart: a start 
 may spend most of its time on the setup, and 25 such starts take much longer than a whole trial.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Deb et al., "A Fast and Elitist Multiobjective Genetic Algorithm: NSGA-II", 2002.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ propose infeasible configurations again and again. TPE has the same view with se
 takes all PRUNED trials for equally good then.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@
 A name runs code, so `trust_classes` refuses a name from the database.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

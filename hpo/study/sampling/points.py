@@ -4,8 +4,6 @@ A point is chosen in the transaction that makes its trial: the first one with th
 points for the worker's device.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -17,8 +17,6 @@ Egele et al., "The Unreasonable Effectiveness of Early Discarding After One Epoc
 Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field

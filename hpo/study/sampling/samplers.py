@@ -10,8 +10,6 @@ TPE and GP return to a good configuration: `AvoidRepeats` changes that. The poin
 the claim of a trial (`points`); a sampler draws only the settings outside them.
 """
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Container, Mapping

@@ -7,8 +7,6 @@ whose client is silent for `IDLE_SECONDS`, and frees its locks. This is set in e
 as PgBouncer gives the server connection, with the settings of its session, to other programs too.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from typing import Any

@@ -6,8 +6,6 @@ compatibility checks and NSGA-II's lists of parents are not copied: the ids in t
 source only, so the sampler selects parents again.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import sqlalchemy as sa

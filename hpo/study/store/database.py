@@ -5,8 +5,6 @@ A URL holds a password, so every message redacts it. SQLite's locks do not reach
 damage it sooner or later. On some network file systems, so do two processes of one host.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Errors of a database: their meaning for the user, and if the database may work again soon."""
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

@@ -8,8 +8,6 @@ SQLite checks no foreign keys, so a row that is written to a deleted study stays
 studies and trials to new ones, which would inherit such rows. Other programs delete nothing from our tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import sqlalchemy as sa

@@ -5,8 +5,6 @@ trials, release them as `preempted` and leave. A paused study continues when it 
 trials of a cancelled study end, by the last worker to leave or by the command.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@ writer. All work under the lock uses its connection, because a second one could 
 with few connections. A waiting process asks again in a new transaction.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

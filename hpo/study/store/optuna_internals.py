@@ -8,8 +8,6 @@
 `tests/study/store/test_optuna_internals.py` lists the checked versions of Optuna.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import defaultdict

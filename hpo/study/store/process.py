@@ -4,8 +4,6 @@ A process id is unique within one boot of one machine or container, and is reuse
 by machine, id and start time.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

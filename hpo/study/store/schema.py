@@ -3,8 +3,6 @@
 A change of the tables needs a new `VERSION`: `opening` refuses a database of another version.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Creation of a study with its first trials, its resumption with allowed changes, its binding to data."""
 
-from __future__ import annotations
-
 import json
 import logging
 import uuid
@@ -130,7 +128,8 @@ def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, A
         fits = [fitting(config.search_space, params) for params in config.first]
         first = [(params, f"first.{index}") for index, params in enumerate(fits)]
     if (surplus := len(first) - config.num_trials) > 0:
-        _logger.warning("first: the last %d are left out of %d trials.", surplus, config.num_trials)
+        message = "first: only %d of %d configurations are tried, as the study has no more trials."
+        _logger.warning(message, config.num_trials, config.num_trials + surplus)
     return [(params, {SOURCE_ATTR: source}) for params, source in first[: config.num_trials]]
 
 

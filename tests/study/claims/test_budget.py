@@ -108,16 +108,18 @@ def test_each_device_of_a_trial_counts_and_a_shared_one_in_part(monkeypatch: pyt
 
 def test_time_of_all_workers_of_a_trial_is_spent(storage: Storage) -> None:
     """A continued trial adds to the time of its earlier workers, at each heartbeat and at its end."""
-    config, budget = config_of(PRUNERS[0], 100.0), StudyBudget("tiny")
+    config, budget = config_of(PRUNERS[0], 10_000.0), StudyBudget("tiny")
     with worker_on(storage, config, budget=budget) as worker:
-        for total in (30.0, 60.0, 90.0):
+        for total in (3000.0, 6000.0, 9000.0):
             lease, _ = begin(worker)
             assert lease.number == 0
-            lease.clock._last -= 30.0
-            if total == 30.0:
+            lease.clock._last -= 3000.0
+            lease._started -= 3000.0
+            if total == 3000.0:
                 worker._beat_once()
-            worker.record_outcome(lease, result("complete" if total == 90.0 else "preempted"))
-            assert storage.read(budget.left) == pytest.approx(100.0 - total, abs=5.0)
+            assert lease.active_seconds == pytest.approx(total, abs=100.0)
+            worker.record_outcome(lease, result("complete" if total == 9000.0 else "preempted"))
+            assert storage.read(budget.left) == pytest.approx(10_000.0 - total, abs=100.0)
 
 
 def frozen(number: int, state: TrialState, **values: Any) -> FrozenTrial:
@@ -183,15 +185,15 @@ def test_budget_is_spent_at_its_last_second(storage: Storage, spent: float, is_s
 
 @pytest.mark.parametrize(("n_trials", "reason"), [(2, NOT_PROMOTED), (3, BUDGET_SPENT)])
 def test_paused_trial_ends_with_the_reason(storage: Storage, n_trials: int, reason: str) -> None:
-    """Two starts and a continuation of 5 s each spend 15 of 16 s. Another start does not fit."""
+    """Two starts and a continuation of 5 h each spend 15 of 16 h. Another start does not fit."""
     pruner = {"name": "promote", "starts": 0.5, "keep": 1}
-    with worker_within(storage, study(n_trials, pruner=pruner, budget={"hours": 16 / 3600})) as worker:
+    with worker_within(storage, study(n_trials, pruner=pruner, budget={"hours": 16})) as worker:
         for value, outcome in ((0.3, "paused"), (0.9, "paused"), (0.9, "complete")):
             lease, trial = begin(worker)
             evaluate(storage, trial, 1, value)
             if outcome == "paused":
                 lease.pause(0.5, [value])
-            lease.clock._last -= 5.0
+            lease.clock._last -= 5 * 3600.0
             worker.record_outcome(lease, result(outcome))
         assert worker.claim() is None
     paused, best = read_study(storage, "tiny").trials

@@ -311,10 +311,12 @@ def test_budget_keeps_begun_training_as_a_trial(
 
 
 def test_retry_in_a_cancelled_study_is_given_up(storage: Storage, opened: optuna.Study) -> None:
-    with worker_of(storage, opened) as worker:
-        worker.record_outcome(begin(worker)[0], result("failed", traceback="Traceback"))
-    set_state(storage, "tiny", "cancelled")
+    with worker_of(storage, opened) as alive, worker_of(storage, opened) as other:
+        begin(alive)
+        other.record_outcome(begin(other)[0], result("failed", traceback="Traceback"))
+        set_state(storage, "tiny", "cancelled")
+        assert end_unfinished(storage, "tiny") == 1, "the trial of a live worker stays"
+        assert [trial.state.name for trial in opened.trials] == ["RUNNING", "FAIL", "FAIL"]
     assert end_unfinished(storage, "tiny") == 1
     assert end_unfinished(storage, "absent") == 0
-    assert [trial.state.name for trial in opened.trials] == ["FAIL", "FAIL"]
     assert storage.trial_counts("tiny") == {"open": 2, "running": 0, "done": 0}
