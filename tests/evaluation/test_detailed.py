@@ -120,7 +120,7 @@ def test_one_row_and_no_labelled_row() -> None:
 
 def test_single_label_has_no_thresholds() -> None:
     (topic,) = (task for task in TASKS if task.kind == "single_label")
-    split = split_of(rows_of(4))
+    split = split_of(4, {})
     predicted = predict_split([topic], random_logits(split), split, {})
     assert evaluate_predictions(predicted, split_name="test", num_resamples=20).decided_on == ""
 

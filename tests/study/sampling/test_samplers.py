@@ -13,7 +13,7 @@ from support.worker_process import SPACE, study
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
 from hpo.precision.table import choice_name
-from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.sampling.device_sampler import WorkerDevice, WrapperSampler
 from hpo.study.sampling.feasible_sampler import (
     MIN_INFEASIBLE_TRIALS,
     AvoidRepeats,
@@ -21,7 +21,7 @@ from hpo.study.sampling.feasible_sampler import (
     InfeasibleFilterSampler,
 )
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
-from hpo.study.sampling.samplers import build_pruner, build_sampler
+from hpo.study.sampling.samplers import HalfRandom, build_pruner, build_sampler
 
 SAMPLERS = ("tpe", "gp", "nsga2", "random", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
@@ -44,20 +44,37 @@ def config_of(name: str, space: dict[str, Any] | None = None, **options: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "num_objectives", "explores", "state"),
-    [("gp", 1, False, "COMPLETE"), ("tpe", 1, True, "PRUNED"), ("tpe", 2, True, "COMPLETE")],
+    ("name", "num_objectives", "explores", "states"),
+    [
+        ("gp", 1, False, ["COMPLETE"]),
+        ("tpe", 1, True, ["PRUNED"]),
+        ("tpe", 2, True, ["COMPLETE"]),
+        ("tpe", 2, False, []),
+    ],
 )
 def test_a_trial_at_a_rung_is_complete_to_gp_and_to_tpe_with_objectives(
-    name: str, num_objectives: int, explores: bool, state: str
+    name: str, num_objectives: int, explores: bool, states: list[str]
 ) -> None:
     config = config_of(name)
-    sampler: Any = build_sampler(config.sampler, config.search_space, explores=explores)
-    while not isinstance(sampler, PrunedAwareSampler):
-        sampler = sampler._sampler
+    layers: list[Any] = [build_sampler(config.sampler, config.search_space, explores=explores)]
+    while hasattr(layers[-1], "_sampler"):
+        layers.append(layers[-1]._sampler)
     current = optuna.create_study(directions=["maximize"] * num_objectives)
     rungs = {"0.04": {"values": [0.5] * num_objectives}}
     current.add_trial(optuna.trial.create_trial(state=TrialState.PRUNED, user_attrs={"rungs": rungs}))
-    assert [seen.state.name for seen in sampler.view(current).trials] == [state]
+    views = [one.view(current) for one in layers if isinstance(one, PrunedAwareSampler)]
+    assert [seen.trials[0].state.name for seen in views] == states
+    assert any(isinstance(one, HalfRandom) for one in layers) == explores
+
+
+def test_half_of_the_configurations_are_random() -> None:
+    class Always(RandomSampler):
+        def sample_independent(self, *_: Any) -> Any:
+            return 8
+
+    current = ScriptedStudy(config_of("tpe", {"batch_size": BATCHES["batch_size"]}), lambda _: 0.5)
+    current.study.sampler = HalfRandom(WrapperSampler(Always()), seed=1)
+    assert 0.5 < [params["batch_size"] for params in current.run(60)].count(8) / 60 < 0.8
 
 
 def test_a_device_without_any_choice_of_a_setting_leaves_one_of_its_conditions() -> None:
