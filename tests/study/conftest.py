@@ -1,7 +1,5 @@
 """Databases with their tables for the tests of studies; their creation is slower than most tests."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Workers of one study on different devices: each draws only precisions of its device."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Checkpoints in a bucket or a shared folder, and the trials that keep theirs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Studies with a budget of device time: the time of all workers, and a raised budget."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

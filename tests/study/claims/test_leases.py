@@ -1,7 +1,5 @@
 """Claims of live and dead workers, lost leases and lost answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

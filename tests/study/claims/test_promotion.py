@@ -1,7 +1,5 @@
 """Trials that pause after a short start: the best continue, although workers die."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Decisions of a worker: concurrent changes, dead workers, damaged rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

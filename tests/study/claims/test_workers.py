@@ -1,7 +1,5 @@
 """Membership of a worker: its row in the database, and its heartbeats."""
 
-from __future__ import annotations
-
 import json
 import math
 from contextlib import ExitStack

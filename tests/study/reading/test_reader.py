@@ -1,7 +1,5 @@
 """A study as it looks from outside, while its trials begin and end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import ExitStack

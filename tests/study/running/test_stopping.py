@@ -1,7 +1,5 @@
 """Signals, the end of a job with the time to leave before it, and the watchdog of a hanging trial."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

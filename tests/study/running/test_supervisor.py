@@ -1,7 +1,5 @@
 """The workers of one machine: their devices, restarts, logs and failures."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import time

@@ -1,7 +1,5 @@
 """A worker from its opened study to its end: trials, pauses, failures and the final evaluation."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

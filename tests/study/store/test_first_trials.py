@@ -1,7 +1,5 @@
 """The first trials of a study: configurations of the file, earlier trials, a portfolio, points of a grid."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """Another program adds trials to a study of hpo. The trials of hpo ignore them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

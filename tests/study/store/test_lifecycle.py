@@ -1,7 +1,5 @@
 """Studies with workers: paused, cancelled, opened again, deleted and copied."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

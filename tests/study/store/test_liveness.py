@@ -1,7 +1,5 @@
 """Proof that a worker is dead: its process, or an unchanged row for a lease."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The lock of a database, with killed, stopped and waiting processes."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

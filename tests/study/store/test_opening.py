@@ -1,7 +1,5 @@
 """The tables of a new database, other versions of them, and the file system of a SQLite file."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import nullcontext

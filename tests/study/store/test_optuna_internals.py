@@ -1,7 +1,5 @@
 """Optuna's private interface is unchanged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import optuna
