@@ -21,9 +21,10 @@ def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
 
 
 def order(losses_NK: np.ndarray) -> np.ndarray:
-    """Return the indices of the rows, the best first: by front, then by distance to the neighbours."""
-    if losses_NK.shape[1] == 1:  # of equal losses the first row
-        return losses_NK[:, 0].argsort(kind="stable")
+    """Return the indices of the rows, the best first: by front, then by distance to the neighbours.
+
+    For several objectives: of one, the sort of its losses keeps equal ones in order.
+    """
     ranks_N = non_domination_ranks(losses_NK)
     distance_N = np.empty(len(losses_NK))
     for rank in np.unique(ranks_N):

@@ -17,7 +17,3 @@ def test_the_most_distant_rows_of_a_front_come_first() -> None:
     for unit in (1, 1000):
         assert order(losses * [1, unit]).tolist() == [0, 4, 3, 1, 2, 5]
     assert order(np.ones((2, 2))).tolist() == [0, 1]
-
-
-def test_equal_losses_of_one_objective_stay_in_order() -> None:
-    assert order(np.array([[3.0], [2.0], [3.0], [2.0], [2.0], [3.0]])).tolist() == [1, 3, 4, 0, 2, 5]
