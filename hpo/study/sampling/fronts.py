@@ -23,7 +23,7 @@ def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
 def order(losses_NK: np.ndarray) -> np.ndarray:
     """Return the indices of the rows, the best first: by front, then by distance to the neighbours.
 
-    For several objectives: of one, the sort of its losses keeps equal ones in order.
+    There are at least two objectives.
     """
     ranks_N = non_domination_ranks(losses_NK)
     distance_N = np.empty(len(losses_NK))
