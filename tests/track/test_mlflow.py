@@ -80,7 +80,9 @@ def test_follow_survives_outage_of_server(mlflow_server: MlflowServer, tracked: 
     tracked.run("complete")
     process = start_hpo(tracked.folder, "track", tracked.name, "--to", "mlflow", "--follow")
     wait_until(lambda: client().get_experiment_by_name(tracked.name) is not None, process)
-    wait_until(lambda: len(runs(tracked.name)) == 1, process)
+    wait_until(  # until the last request for the first trial
+        lambda: any("mlflow.parentRunId" in run["tags"] for run in all_runs(tracked.name).values()), process
+    )
     mlflow_server.stop()
     tracked.run("nonfinite")
     line = process.stderr.readline()
