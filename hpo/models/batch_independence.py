@@ -10,13 +10,13 @@ them by 1e-3 or more (2 layers of fresh weights).
 """
 
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpo.errors import ModelError
 from hpo.models.attention import sdpa_in_place_of_flash
-from hpo.models.multitask import MultitaskModel
 from hpo.models.own_encoder import OwnEncoder
 
 TOLERANCE = 3e-5
@@ -26,10 +26,10 @@ _passed: set[tuple[object, ...]] = set()
 """Models that passed in this process, so that equal trials check once."""
 
 
-def check_texts_are_independent(model: MultitaskModel, max_length: int) -> None:
+def check_texts_are_independent(model: Any, max_length: int) -> None:
     """Raise ModelError if a text's logits depend on its padding, on another text, or on chance.
 
-    The model is on its device in fp32. Its mode and torch's random state stay as they are. Short texts are
+    `model` is a `MultitaskModel` in fp32, on its device. Its mode and torch's random state stay as they are. Short texts are
     enough for an encoder whose attention transformers masks. Any other also runs `max_length` tokens.
     """
     encoder = model.encoder
@@ -58,7 +58,7 @@ def _inner_class(encoder: nn.Module) -> type[nn.Module]:
     return type(encoder.module if isinstance(encoder, OwnEncoder) else encoder)
 
 
-def _compare(model: MultitaskModel, length: int, num_beside: int) -> None:
+def _compare(model: Any, length: int, num_beside: int) -> None:
     """Compare a text of less than half of `length` tokens with itself, padded to `length`.
 
     It is padded beside each of `num_beside` other texts in turn, or alone if there are none.
@@ -94,7 +94,7 @@ def _compare(model: MultitaskModel, length: int, num_beside: int) -> None:
                 )
 
 
-def _outputs(model: MultitaskModel, ids: list[list[int]], mask: list[list[int]] | None) -> dict[str, Tensor]:
+def _outputs(model: Any, ids: list[list[int]], mask: list[list[int]] | None) -> dict[str, Tensor]:
     """Return the output of each part of the model for the first text, by the part's setting."""
     device = next(model.encoder.parameters()).device
     ids_BL = torch.tensor(ids, device=device)

@@ -32,11 +32,10 @@ from hpo.errors import Incompatible, ModelError, Unsupported
 from hpo.evaluation.contributions import baselines, perfect_statistics
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
-from hpo.models.build import build_model
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
 from hpo.models.model_parts import set_float32_parts
-from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.models.own_encoder import REFUSED, OwnEncoder
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from hpo.errors import ModelError
 from hpo.models.batch_independence import check_texts_are_independent
-from hpo.models.build import build_model
 from hpo.models.encoder import load_encoder
-from hpo.models.multitask import HeadSettings
+from hpo.models.multitask import HeadSettings, build_model
 
 TINY: dict[str, Any] = {"hidden_size": 32, **SIZES, "max_position_embeddings": 256}
 BIG_BIRD = {**TINY, "model_type": "big_bird", "block_size": 4}

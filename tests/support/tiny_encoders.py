@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpo.models.build import build_model
 from hpo.models.encoder import load_encoder, load_tokenizer
-from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.tasks.kind import Task
 from support.tiny import ENCODER, SIZES
 
