@@ -29,8 +29,9 @@ _passed: set[tuple[object, ...]] = set()
 def check_texts_are_independent(model: Any, max_length: int) -> None:
     """Raise ModelError if a text's logits depend on its padding, on another text, or on chance.
 
-    `model` is a `MultitaskModel` in fp32, on its device. Its mode and torch's random state stay as they are. Short texts are
-    enough for an encoder whose attention transformers masks. Any other also runs `max_length` tokens.
+    `model` is a `MultitaskModel` in fp32, on its device. Its mode and torch's random state stay as they are.
+    Short texts are enough for an encoder whose attention transformers masks. Any other also runs `max_length`
+    tokens.
     """
     encoder = model.encoder
     key = (_inner_class(encoder), str(encoder.config), str(model.pool), str(model.heads), max_length)
