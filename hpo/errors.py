@@ -10,6 +10,7 @@ failed run with 1, both without a traceback.
     │   ├── DataError              the data set: broken rows, unknown classes, an empty split
     │   ├── ModelError             the encoder: no such folder, no weights, hub out of reach
     │   │   └── BrokenEncoderError NaN weights or a token without an embedding, under all settings
+    │   ├── CodeError              the study's own code: an exception, a wrong result, wrong arguments
     │   ├── StorageError           the database: no such host, wrong password, no rights, read-only
     │   │   ├── NoDatabaseError    there is no database at this URL yet
     │   │   └── NoStudyError       the database has no study of this name
@@ -171,3 +172,9 @@ def shorten(text: str, limit: int) -> str:
     """Return `text` on one line of at most `limit` characters, with ` ...` for the missing part."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
+
+
+def first_names(names: Sequence[str], limit: int) -> str:
+    """Return the first names and the number of the others, such as `a, b and 3 more`."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

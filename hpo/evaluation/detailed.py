@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import coo_array
 
+from hpo.errors import first_names
 from hpo.evaluation.contributions import baselines
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, metric_intervals
 from hpo.evaluation.record import (
@@ -238,5 +239,4 @@ def baseline_warnings(metric: str, value: float | None, baseline: float | None) 
 
 
 def _names(classes: Sequence[ClassFigures]) -> str:
-    shown = ", ".join(f"`{one.name}`" for one in classes[:_NAMES_SHOWN])
-    return shown if len(classes) <= _NAMES_SHOWN else f"{shown} and {len(classes) - _NAMES_SHOWN} more"
+    return first_names([f"`{one.name}`" for one in classes], _NAMES_SHOWN)

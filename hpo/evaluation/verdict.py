@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hpo.errors import first_names
 from hpo.evaluation.contributions import (
     Scored,
     Statistics,
@@ -101,7 +102,7 @@ class Facts:
             num = rows_needed(self.row_bound, question.margin)
             text += f" A margin of {question.margin:g} needs {num:,} such rows."
         if self.rare:
-            names = _listed([f"`{name}` ({num})" for name, num in self.rare.items()])
+            names = first_names([f"`{name}` ({num})" for name, num in self.rare.items()], _NAMES_SHOWN)
             text += f" The loss in classes with too few rows is unknown: {names}."
         return text
 
@@ -272,7 +273,7 @@ def _obstacle(question: Question, reference: Sequence[Scored], facts: Facts, dec
         )
     absent = [f"`{name}`" for name, num in facts.rare.items() if not num]
     if decision.verdict != "worse" and absent:
-        return f"No row has the class {_listed(absent)}, so a loss there is unknown"
+        return f"No row has the class {first_names(absent, _NAMES_SHOWN)}, so a loss there is unknown"
     if decision.verdict != "worse" and facts.excludable >= question.margin:
         return facts.limit(question).removesuffix(".")
     return ""
@@ -332,8 +333,3 @@ def _condition(question: Question, verdict: Verdict) -> str:
 def _number(value: float, unit: str, sign: str = "") -> str:
     """Two decimals of points, three digits of label units."""
     return f"{value:{sign}.2f}" if unit == "points" else f"{value:{sign}.3g}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

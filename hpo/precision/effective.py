@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hpo.errors import first_names
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision, fp32_backends, reduced_precision_reduction, tf32_is_on
 from hpo.precision.float8 import float8_facts, float8_weights, no_float8
@@ -139,8 +140,7 @@ TF32_UNSEEN = "TF32 is on, but no product was seen to use it. A GPU may run smal
 
 def some(names: Iterable[str]) -> str:
     """Return the first three names and the number of the others."""
-    names = [*names]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return first_names([*names], 3)
 
 
 def observe_model(

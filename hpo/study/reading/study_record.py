@@ -9,6 +9,7 @@ import numpy as np
 
 from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
+from hpo.errors import first_names
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
 from hpo.study.sampling.fronts import loss_signs, pareto_front
@@ -200,7 +201,7 @@ def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:
         return []
     reasons = {of.get("observed_reason") or "no reason." for of in unverified.values()}
     count = len(unverified)
-    numbers = ", ".join(map(str, [*unverified][:8])) + (f" and {count - 8} more" if count > 8 else "")
+    numbers = first_names([*map(str, unverified)], 8)
     text = f"The precision of {count} trial{'s' * (count > 1)} (number {numbers}) is unverified: "
     meaning = "No observation contradicts it, so they count for the precision that they ran in."
     return [(text + " ".join(sorted(reasons)[:3]), f"{meaning} Check the named layers, or run `hpo verify`.")]
