@@ -274,5 +274,5 @@ def _line_of(codes: Iterable[Code], error: BaseException) -> str | None:
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         frames.append((str(error.filename), error.lineno))
-    files = {file for code in codes for file in (*code.files, *code.paths)}
+    files = {file for code in codes for file in code.paths}
     return next((f"{file}:{line}" for file, line in reversed(frames) if file in files), None)

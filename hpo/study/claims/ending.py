@@ -7,6 +7,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
 from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused, rungs_of
+from hpo.study.store.lifecycle import read_state
 from hpo.study.store.optuna_internals import end_trial, is_unfinished, trial_id_of
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage
@@ -67,7 +68,7 @@ def end_unclaimed(
 
 def end_unfinished(storage: Storage, name: str) -> int:
     """End the unfinished trials of a cancelled study that have no live worker; return their number."""
-    if not storage.has_study(name):
+    if read_state(storage, name) != "cancelled" or not storage.has_study(name):  # before any lock
         return 0
     trials = storage.persist(lambda: storage.load_study(name).get_trials(deepcopy=False))
     unfinished = {trial.number: trial for trial in trials if not trial.state.is_finished()}
