@@ -103,7 +103,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "memory": run_out_of_memory,
     "nan": lambda: torch.nan,
 }
-"""What happens in place of a loss, or a factor of it."""
+"""Replacements of a loss, or factors of it."""
 
 
 def ranks(rank: str, *faults: str) -> None:

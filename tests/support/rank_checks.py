@@ -75,7 +75,7 @@ steps = itertools.count(1)
 
 
 def has_last_row(batch: Batch) -> bool:
-    """Whether this micro-batch ends the global batch; it is rank 1's."""
+    """Return true if this micro-batch of rank 1 ends the global batch."""
     return int(batch.windows_B[-1]) == current[-1]
 
 

@@ -135,7 +135,7 @@ def insert(storage: Storage, table: sa.Table, **values: Any) -> None:
     storage.write(lambda it: it.execute(sa.insert(table).values(**values)))
 
 
-def test_cost_and_rest_of_a_study_are_those_of_its_own_trials(storage: Storage) -> None:
+def test_cost_and_rest_of_a_study_count_its_own_trials(storage: Storage) -> None:
     """A complete trial took 10 s, of them 6 s of training. One runs for 4 s, and one waits."""
     create_or_resume_study(storage, config_of(PRUNERS[0], 45.0))
     for name, factor in (("tiny", 1.0), ("other", 3.0)):
