@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hpo.api.opening import RUNS, existing_database, file_error_first, is_path, progress_shown
+from hpo.api.opening import RUNS, file_error_first, is_path, progress_shown
 from hpo.api.stored import StoredStudy, StudyResult
 from hpo.code import unknown_names_allowed
 from hpo.config.first import fixed_problems
@@ -24,7 +24,7 @@ from hpo.study.store import copy, lifecycle
 from hpo.study.store.database import shown_url, storage_url
 from hpo.study.store.lifecycle import StudyState
 from hpo.study.store.schema import workers
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage, existing_database, open_storage
 
 WAIT_SECONDS = 180.0
 """Longest wait for workers to leave. A worker reads the state within 10 s, but its step may take long; a

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from hpo import code as codes
-from hpo.config.sections import MAX_TRIALS, MOST_TRIALS, BudgetConfig
+from hpo.config.sections import BUDGET_TRIALS, MAX_TRIALS, BudgetConfig
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.errors import (
     InputError,
@@ -21,8 +21,8 @@ from hpo.errors import (
 )
 from hpo.json_safe import is_number
 from hpo.study.running.stopping import Stop
-from hpo.study.store.database import URL_FROM_FILE, shown_url, storage_url
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.database import URL_FROM_FILE, shown_url
+from hpo.study.store.storage import existing_database
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable of the processes that torchrun starts."""
@@ -34,10 +34,10 @@ def to_run(config: StudyConfig, n_trials: int | None = None, hours: float | None
     """Replace the study's number of trials or device-hours if given, and make its output folder."""
     make_runs_folder(config.name)
     check_positive(n_trials=n_trials, hours=hours)
-    if n_trials is not None and (n_trials % 1 or n_trials > MOST_TRIALS):
-        raise InputError(f"`n_trials` must be a whole number <= {MOST_TRIALS}, but got {n_trials}.")
+    if n_trials is not None and (n_trials % 1 or n_trials > MAX_TRIALS):
+        raise InputError(f"`n_trials` must be a whole number <= {MAX_TRIALS}, but got {n_trials}.")
     if hours is not None:
-        config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=MAX_TRIALS)
+        config = config.with_values(budget=BudgetConfig(hours=hours), n_trials=BUDGET_TRIALS)
     return config if n_trials is None else config.with_values(n_trials=n_trials)
 
 
@@ -143,14 +143,6 @@ def file_error_first(study: str) -> Iterator[None]:
         with suppress(NoStudyFileError):
             _ = study and load_study(study)
         raise
-
-
-def existing_database(storage: str | None, stop: Stop | None = None) -> Storage:
-    """Open the database at a URL, or the default one. Raises NoDatabaseError if there is none.
-
-    With `stop`, wait for a database that is away until `stop` is set.
-    """
-    return open_storage(storage_url(storage), create=False, stop=stop)
 
 
 class _Stderr(logging.Handler):

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpo.api.opening import existing_database, file_error_first, is_path, load_file, trust
+from hpo.api.opening import file_error_first, is_path, load_file, trust
 from hpo.code import use_code
 from hpo.config.study_config import StudyConfig, load_study, study_of
 from hpo.errors import NoDatabaseError
@@ -20,7 +20,7 @@ from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.store.database import DEFAULT_URL, shown_url, storage_url
-from hpo.study.store.storage import Storage
+from hpo.study.store.storage import Storage, existing_database
 
 
 @dataclass(frozen=True)

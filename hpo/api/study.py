@@ -26,7 +26,6 @@ from hpo.api.opening import (
     RUNS,
     check_positive,
     check_workers,
-    existing_database,
     find_study,
     load_to_work,
     progress_shown,
@@ -61,6 +60,7 @@ from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop, end_of_job, stop
 from hpo.study.running.supervisor import WorkerProcesses
 from hpo.study.running.worker import run_study
 from hpo.study.store.database import parse_url, sqlite_path, storage_url
+from hpo.study.store.storage import existing_database
 from hpo.track.background import track_in_background
 from hpo.training.evaluate import Evaluation
 from hpo.trial.diagnosis import Diagnosis

@@ -58,12 +58,13 @@ def submit(
     STUDY may also be a name in the database: that study continues, with --n-trials trials if given. The jobs
     need a database server in reach of all nodes. They end with the study.
     """
-    from hpo.api.opening import RUNS, existing_database, file_error_first, file_given, load_file
+    from hpo.api.opening import RUNS, file_error_first, file_given, load_file
     from hpo.cluster.batch.slurm import Launch, WorkerArray, job_folder
     from hpo.code import code_in_use, trust
     from hpo.config.allowed import allowing
     from hpo.config.study_file import check_study_name
     from hpo.study.store.database import storage_url
+    from hpo.study.store.storage import existing_database
 
     if not options["slurm"]:
         raise InputError("The batch system must be named: give --slurm. For Kubernetes: docker/README.md.")

@@ -57,10 +57,9 @@ def studies(storage: str | None = None) -> Answer:
     """List the studies of the database: state, progress, live workers, age."""
     from hpo.report.studies import overview
     from hpo.study.reading.overview import list_studies
-    from hpo.study.store.database import storage_url
-    from hpo.study.store.storage import open_storage
+    from hpo.study.store.storage import existing_database
 
-    with open_storage(storage_url(storage), create=False) as database:
+    with existing_database(storage) as database:
         overviews = list_studies(database)
     return Answer([one.as_json() for one in overviews], overview(overviews))
 

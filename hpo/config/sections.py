@@ -13,9 +13,9 @@ from hpo.config.study_file import CheckedSection, Problem, show
 from hpo.config.trial_settings import Encoder, Positive
 from hpo.section import Count, Section, Switch, Whole
 
-MAX_TRIALS = 1000
+BUDGET_TRIALS = 1000
 """Largest number of trials of a study with a budget and without `n_trials`."""
-MOST_TRIALS = 100_000  # the database has a row for each from the start
+MAX_TRIALS = 100_000  # the database has a row for each from the start
 BUCKETS = ("s3://", "gs://")
 NOT_SHARED = (
     "The study has no `checkpoint.location`, so each machine keeps its own checkpoints, and a trial "

@@ -33,8 +33,8 @@ from hpo.config.limits import MEASURED_METRICS, Limits, ObjectiveConfig, as_tupl
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import Distribution, parse_search_space
 from hpo.config.sections import (
+    BUDGET_TRIALS,
     MAX_TRIALS,
-    MOST_TRIALS,
     BudgetConfig,
     CheckpointConfig,
     CompatConfig,
@@ -114,8 +114,8 @@ class StudyConfig(CheckedSection):
     """Choice of the next configuration."""
     budget: BudgetConfig | None = None
     """Limit of the study's device time: `{hours: 4}`."""
-    n_trials: Annotated[Count, Field(le=MOST_TRIALS)] = Field(
-        default_factory=lambda study: MAX_TRIALS if study.get("budget") else 20
+    n_trials: Annotated[Count, Field(le=MAX_TRIALS)] = Field(
+        default_factory=lambda study: BUDGET_TRIALS if study.get("budget") else 20
     )
     """Number of trials, over all workers. A grid ends after its last combination. Default: 20, or with a
     `budget` as many as fit, at most 1000."""

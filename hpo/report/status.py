@@ -12,7 +12,7 @@ from typing import Any
 
 from hpo.config.limits import Limit, violation
 from hpo.config.sampler_config import PrunerConfig
-from hpo.config.sections import MAX_TRIALS, BudgetConfig
+from hpo.config.sections import BUDGET_TRIALS, BudgetConfig
 from hpo.extensions import has_own_loop, own_loop_of
 from hpo.json_safe import is_number
 from hpo.outcome import concerns_precision
@@ -235,7 +235,7 @@ def _unspent_message(record: StudyRecord, hours_left: float, ahead: Outlook) -> 
         return ""
     if record.state == "cancelled":
         reason = "the study was cancelled"
-    elif record.counts["done"] >= record.definition.get("n_trials", MAX_TRIALS):
+    elif record.counts["done"] >= record.definition.get("n_trials", BUDGET_TRIALS):
         reason = f"all of the study's {record.counts['done']} trials have ended. Raise `n_trials`"
     elif ahead.cost is None:
         reason = "no trial has trained"

@@ -36,7 +36,7 @@ from optuna.trial import Trial, TrialState
 
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import SearchSpace, suggest
-from hpo.config.sections import MAX_TRIALS, EvaluationConfig
+from hpo.config.sections import BUDGET_TRIALS, EvaluationConfig
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.sampling.forecast import Cost, forecast
@@ -77,7 +77,7 @@ class Policy:
 
 
 def ours(pruner: PrunerConfig, sampler: str = "tpe") -> Policy:
-    promotion = promotion_of(pruner, ("minimize",), MAX_TRIALS)
+    promotion = promotion_of(pruner, ("minimize",), BUDGET_TRIALS)
 
     def build(space: SearchSpace, seed: int) -> BaseSampler:
         return build_sampler(SamplerConfig(name=sampler, seed=seed), space, explores=promotion is not None)
@@ -95,7 +95,7 @@ POLICIES = {
     "asha": ours(PrunerConfig(name="asha", min_resource=3, reduction_factor=2)),
     "random, one tenth, then the best three": Policy(
         lambda _, seed: RandomSampler(seed=seed),
-        promotion=Promotion((0.1,), 10**6, 3, directions=("minimize",), num_trials=MAX_TRIALS),
+        promotion=Promotion((0.1,), 10**6, 3, directions=("minimize",), num_trials=BUDGET_TRIALS),
     ),
     # `optuna.create_study` without a pruner has this one, as `Trainer.hyperparameter_search`.
     "Optuna TPE, median": _plain(MedianPruner),

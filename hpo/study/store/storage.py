@@ -33,6 +33,7 @@ from hpo.errors import NoStudyError, OutageError, StoppedError, StorageError, di
 from hpo.json_safe import json_safe
 from hpo.redaction import redact
 from hpo.study.store import optuna_internals
+from hpo.study.store.database import storage_url
 from hpo.study.store.failures import (
     DATABASE_ERRORS,
     definition_of,
@@ -168,6 +169,14 @@ def open_storage(url: str, *, create: bool = True, stop: threading.Event | None 
     now.
     """
     return Storage(url, create, stop)
+
+
+def existing_database(storage: str | None, stop: threading.Event | None = None) -> Storage:
+    """Open the database at a URL, or the default one. Raises NoDatabaseError if there is none.
+
+    With `stop`, wait for a database that is away until `stop` is set.
+    """
+    return open_storage(storage_url(storage), create=False, stop=stop)
 
 
 class Storage:
