@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -193,6 +194,14 @@ class StudyConfig(CheckedSection):
         if self.sampler.name != "grid" or self.comparison is not None:
             return self.n_trials
         return min(self.n_trials, math.prod(len(one.grid()) for one in self.search_space.values()))
+
+    @property
+    def drawing_sampler(self) -> SamplerConfig:
+        """Sampler with the seed of the first worker. After an earlier study, its draws are not repeated."""
+        if not isinstance(self.first, EarlierResults):
+            return self.sampler
+        seed = random.Random(f"{self.sampler.seed} after {self.first.study}").getrandbits(30)
+        return self.sampler.model_copy(update={"seed": seed})
 
     def definition(self) -> dict[str, Any]:
         """Return the study as JSON for the database; `stored_study` reads it.

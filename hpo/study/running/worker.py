@@ -160,7 +160,7 @@ def run_worker(
         shares_checkpoints=config.checkpoint.location is not None,
     ) as worker:
         study.sampler = build_sampler(
-            config.sampler,
+            config.drawing_sampler,
             config.search_space,
             worker_number=worker.number,
             device=device,

@@ -87,6 +87,18 @@ def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
     assert "left out, as they do not fit: `batch_size`, `learning_rate`." in caplog.text
 
 
+def test_a_study_after_an_earlier_one_draws_other_configurations(storage: Storage) -> None:
+    """Both have the same seed."""
+    first = {"study": "earlier", "top": 2}
+    for config in (study(6, name="earlier"), study(6, first=first)):
+        run_trials(storage, config)
+    rates = [
+        [trial.params["learning_rate"] for trial in read_study(storage, name).trials]
+        for name in ("earlier", "tiny")
+    ]
+    assert len(set(rates[0] + rates[1])) == 10
+
+
 @pytest.mark.parametrize(
     ("n_trials", "first", "rates"),
     [
