@@ -16,7 +16,8 @@ from hpo.config.first import EarlierResults, fitting
 from hpo.config.limits import violation
 from hpo.config.sections import BudgetConfig
 from hpo.config.study_config import StudyConfig
-from hpo.errors import StorageError, StudyChangedError, StudyFileError
+from hpo.config.study_file import show
+from hpo.errors import InputError, StorageError, StudyChangedError
 from hpo.redaction import redact
 from hpo.study.store.failures import definition_of
 from hpo.study.store.foreign import in_state, is_foreign, remove_optuna_orphans
@@ -43,7 +44,7 @@ def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: boo
     """Return the study of `config`, created if it does not exist.
 
     Begun trials continue after a lower `n_trials`. Without `resize`, for a joining worker, the stored number
-    stays. Raises StudyChangedError for another search space or definition, StudyFileError without its earlier
+    stays. Raises StudyChangedError for another search space or definition, InputError without its earlier
     study.
     """
 
@@ -119,7 +120,7 @@ def _definition(config: StudyConfig) -> dict[str, Any]:
 
 
 def tried_first(storage: Storage, config: StudyConfig) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """Return the parameters and attributes of the first trials, at most `n_trials`. Raises StudyFileError."""
+    """Return the parameters and attributes of the first trials, at most `n_trials`. Raises InputError."""
     if config.comparison is not None:
         return []
     if isinstance(config.first, EarlierResults):
@@ -156,10 +157,10 @@ def _ranked_trials(storage: Storage, config: StudyConfig, name: str) -> list[Fro
     try:
         study = storage.load_study(name)
     except StorageError as error:
-        raise StudyFileError(f"{config.path}: first.study: {error}") from None
+        raise InputError(f"`first.study` of {show(config.name)}: {error}") from None
     if len(study.directions) > 1:
-        message = f"must have one objective, but `{name}` has several."
-        raise StudyFileError(f"{config.path}: first.study: {message}")
+        message = f"must have one objective, but {show(name)} has several."
+        raise InputError(f"`first.study` of {show(config.name)} {message}")
     sign = -1.0 if study.direction == StudyDirection.MAXIMIZE else 1.0
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return sorted(complete, key=lambda trial: (violation(trial.constraints), sign * trial.values[0]))

@@ -21,6 +21,7 @@ from support.worker_process import (
 from hpo.compare.comparison_study import comparison_study
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
+from hpo.errors import InputError
 from hpo.study.reading.reader import read_study
 from hpo.study.sampling.points import Point, grid_points, point_key, unused_points
 from hpo.study.store import studies
@@ -85,6 +86,21 @@ def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
         *({name: ranked[index].params[name] for name in space} for index in (1, 2)),
     ]
     assert "left out, as they do not fit: `batch_size`, `learning_rate`." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fronts", "`first.study` of `tiny` must have one objective, but `fronts` has several."),
+        ("front", "`first.study` of `tiny`: There is no study `front` in"),
+    ],
+)
+def test_an_earlier_study_that_cannot_be_ranked_is_refused(storage: Storage, name: str, message: str) -> None:
+    create_or_resume_study(
+        storage, study(1, name="fronts", objective=[{"metric": "score"}, {"metric": "f1"}])
+    )
+    with pytest.raises(InputError, match=message):
+        create_or_resume_study(storage, study(1, first={"study": name}))
 
 
 def test_a_study_after_an_earlier_one_draws_other_configurations(storage: Storage) -> None:
