@@ -142,6 +142,33 @@ def test_intervals_of_right_rows_reach_the_excludable_loss(num_rows: int) -> Non
     assert ends(NUMBER, "r2", labels, labels) == pytest.approx((1 - 4 * lost, 1))
 
 
+def test_the_better_end_of_a_regression_assumes_no_error_below_0() -> None:
+    """Few unseen rows can have large errors, but no error can be below 0."""
+    rng = np.random.default_rng(3)
+    truth = rng.normal(0, 3, 300)
+    found = metric_intervals(numbers(truth, truth + rng.normal(size=300))).tasks["t"]
+    assert 0.85 < found["rmse"].low < 1 < 1.5 < found["rmse"].high
+    assert 0.65 < found["mae"].low < 0.85
+    assert found["r2"].low < 0.6 < found["r2"].value < found["r2"].high < 0.95
+
+
+def test_a_task_at_its_best_does_not_widen_the_score_upwards() -> None:
+    given = {
+        name: dataclasses.replace(
+            statistics_of(
+                ANSWER, [[("answer", 0, 3)]] * 50, [[("answer", 0, 3)] * right for right in rights]
+            ),
+            task=dataclasses.replace(ANSWER, name=name),
+        )
+        for name, rights in (("right", [True] * 50), ("half", [True, False] * 25))
+    }
+    found = metric_intervals(given)
+    assert found.tasks["right"][ANSWER.primary_metric].high == 1
+    low, high = (getattr(found.tasks["half"][ANSWER.primary_metric], end) for end in ("low", "high"))
+    assert found.score.low < (1 + low) / 2
+    assert found.score.high == pytest.approx((1 + high) / 2, abs=0.005)
+
+
 def test_an_unknown_row_bound_without_spread_has_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal labels do not limit an error, and nothing limits a metric of own code."""
     assert ends(NUMBER, "mae", [2.0] * 50, [2.0] * 50) == (None, None)
