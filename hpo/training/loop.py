@@ -170,11 +170,9 @@ def train(
 
 
 def _note_graphs(graphs: StepGraphs | None, state: TrainState) -> bool:
-    """Record the number of graphs in the state. Return whether the last step recorded any, or failed to."""
-    before = state.num_graphs, state.graph_problem
-    now = (graphs.num_recorded, graphs.problem) if graphs else (0, "")
-    state.num_graphs, state.graph_problem = now
-    return now != before
+    """Record the number of graphs in the state. Return whether the last step tried to record any."""
+    state.num_graphs, state.graph_problem = (graphs.num_recorded, graphs.problem) if graphs else (0, "")
+    return graphs is not None and graphs.take_tried()
 
 
 def _evaluate(

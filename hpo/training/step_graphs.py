@@ -64,6 +64,7 @@ class StepGraphs:
         self.problem = ""
         """Reason for no more recordings; empty: no problem."""
         self.num_recorded = 0
+        self._has_tried = False
         self._most_tokens = math.inf
         """Padded tokens of the largest shape worth a recording."""
 
@@ -82,6 +83,11 @@ class StepGraphs:
         if recording is None:
             return self._passes(batch, num_items, share)
         return self._replay(recording, batch, num_items, share)
+
+    def take_tried(self) -> bool:
+        """Return whether a recording was tried since the last call."""
+        tried, self._has_tried = self._has_tried, False
+        return tried
 
     def release(self) -> bool:
         """Drop all graphs and their memory for good. False: there are none."""
@@ -130,6 +136,7 @@ class StepGraphs:
 
     def _record(self, batch: Batch, num_items: Mapping[str, int]) -> _Recording | None:
         """Record a pass without running it. None: it cannot be recorded, for the reason in `problem`."""
+        self._has_tried = True
         before = [parameter.grad for parameter in self._trainable]
         try:
             with contextlib.suppress(torch.OutOfMemoryError):
@@ -239,6 +246,9 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[N
         if is_whole:
             raise
         generator.graphsafe_set_state(before)
+        # PyTorch 2.11 still sends allocations to the pool, and then frees no cached memory.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, pool)
         raise RuntimeError(str(error)) from error  # out of memory too: the caller must drop its graphs
 
 

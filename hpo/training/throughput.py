@@ -216,7 +216,7 @@ class CompileClock:
 
 
 class TrainingClock:
-    """Seconds of training, without evaluation, copies for checkpoints, compilation and new CUDA graphs."""
+    """Seconds of training, without evaluation, copies for checkpoints and compilation."""
 
     def __init__(
         self, state: TrainState, meter: ThroughputMeter, compile_clock: CompileClock | None = None
@@ -235,7 +235,7 @@ class TrainingClock:
         self._begin_lap()
 
     def step(self, num_examples: float, batch: Batch, *, interrupted: bool = False) -> None:
-        """Count a step in the meter. `interrupted`: the step recorded a CUDA graph."""
+        """Count a step in the meter, unless it was `interrupted` by the recording of a CUDA graph."""
         if interrupted or self._compile_clock.num_interruptions != self._interruptions:
             self.meter.start()
         else:

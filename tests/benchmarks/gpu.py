@@ -2,12 +2,12 @@
 
 By hand, also without a network: `python3 tests/benchmarks/gpu.py`. Each trains a fresh BERT-base on generated
 texts, with the same batch size and optimiser. The parts run in this order, and no part begins when the time
-is over. The last line says what was left out.
+is over. The last lines say what failed and what was left out.
 
 rounds      bf16: all contenders in turn, after one round that is not counted
+workers     trials in an hour of a study, with 1 and with 4 workers on the device
 variants    long texts: hpo without CUDA graphs, and with `compile: default` of each layer
 products    the rate of a layer's matrix products alone, and the share of it that training reaches
-workers     trials in an hour of a study, with 1 and with 4 workers on the device
 profile     where a step spends its time, of texts with which hpo is slower than wanted; all with --profile
 precisions  fp16, tf32 and fp32: hpo alone
 """
@@ -20,12 +20,14 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ from hpo.precision.table import support
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import Callbacks
 
-PARTS = ("rounds", "variants", "products", "workers", "profile", "precisions")
+PARTS = ("rounds", "workers", "variants", "products", "profile", "precisions")
 PEERS: dict[str, Callable[..., dict[str, Any]]] = {
     "trainer": peers.run_tuned_trainer,
     "plain": peers.run_plain,
@@ -61,7 +63,8 @@ WANTED = {"long": 1.5, "short": 2.0}
 """How many times as fast as Trainer hpo is to train in bf16, by workload."""
 OTHER_PRECISIONS = ("fp16", "tf32", "fp32")
 UNITS = {
-    "train": "examples/s",
+    "train": "examples/s of steady steps, without warm-up and recordings",
+    "whole": "examples/s of all steps, without compilation",
     "evaluate": "examples/s",
     "padding": "of the places",
     "joules": "J for an example",
@@ -79,6 +82,7 @@ class Report:
         self._end = time.monotonic() + seconds
         self._results = results
         self.left_out: list[str] = []
+        self.failed: list[str] = []
 
     def figure(self, name: str, values: Sequence[float], unit: str) -> None:
         print(f"{name:36} {spread(values)} {unit}", flush=True)
@@ -88,6 +92,16 @@ class Report:
         if self._results:
             with self._results.open("a") as lines:
                 print(json.dumps(facts), file=lines)
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Show and note a failure of the block. Other figures may still be measured."""
+        try:
+            yield
+        except Exception as error:
+            print(f"  {name} FAILED: {str(error).strip().splitlines()[0]}", flush=True)
+            traceback.print_exc()
+            self.failed.append(name)
 
     def allows(self, name: str, seconds: float = 0.0) -> bool:
         """Whether there is time for something that takes `seconds`. If not, it is noted as left out."""
@@ -147,6 +161,10 @@ class Benchmark:
             self._costs[workload] = ours.training_cost(self._executors[key], throughput)
         return measures(result, wall)
 
+    def try_contender(self, workload: str, precision: str, name: str, number: int) -> None:
+        with self.report.attempt(f"round {number}, {workload} {precision} {name}"):
+            self.run_contender(workload, precision, name, number)
+
     def run_contender(self, workload: str, precision: str, name: str, number: int) -> None:
         """Measure a contender in a round. Round 0 is shown and not counted."""
         with redirect_stdout(sys.stderr):  # Trainer prints
@@ -164,13 +182,15 @@ class Benchmark:
                 values[measure].append(value)
 
     def show(self, workload: str, precision: str, name: str) -> None:
-        for measure, values in self.measured[workload, precision, name].items():
+        for measure, values in self.measured.get((workload, precision, name), {}).items():
             self.report.figure(f"{workload} {precision} {name}: {measure}", values, UNITS[measure])
 
     def ratios(self, workload: str, peer: str, measure: str = "train") -> list[float]:
-        """How many times as fast as a peer hpo is, by rounds."""
-        of_hpo, of_peer = (self.measured[workload, "bf16", name][measure] for name in ("hpo", peer))
-        return [one / other for one, other in zip(of_hpo, of_peer, strict=True)]
+        """How many times as fast as a peer hpo is, by rounds; empty if one of them failed."""
+        sides = [self.measured.get((workload, "bf16", name), {}).get(measure, []) for name in ("hpo", peer)]
+        if len(sides[0]) != len(sides[1]):
+            return []
+        return [one / other for one, other in zip(*sides, strict=True)]
 
     def rounds(self) -> None:
         names, needed = ("hpo", *PEERS), 0.0
@@ -180,25 +200,26 @@ class Benchmark:
             started = time.monotonic()
             for workload in self.workloads:
                 for name in names:
-                    self.run_contender(workload, "bf16", name, number)
+                    self.try_contender(workload, "bf16", name, number)
             needed = time.monotonic() - started + self.arguments.scale * RESERVED_SECONDS
         for workload, wanted in WANTED.items():
             for name in names:
                 self.show(workload, "bf16", name)
-            for peer in PEERS:
-                ratios = self.ratios(workload, peer, "evaluate")
-                self.report.figure(f"{workload} bf16 hpo over {peer}: evaluate", ratios, "x")
-                ratios = self.ratios(workload, peer)
-                reached = "reached" if statistics.median(ratios) >= wanted else "NOT reached"
-                verdict = f"; wanted at least {wanted:g}x: {reached}" if peer == "trainer" else ""
-                self.report.figure(f"{workload} bf16 hpo over {peer}: train", ratios, f"x{verdict}")
+            for peer, measure in product(PEERS, ("evaluate", "train", "whole")):
+                if not (ratios := self.ratios(workload, peer, measure)):
+                    continue
+                verdict = ""
+                if peer == "trainer" and measure != "evaluate":
+                    reached = "reached" if statistics.median(ratios) >= wanted else "NOT reached"
+                    verdict = f"; wanted at least {wanted:g}x: {reached}"
+                self.report.figure(f"{workload} bf16 hpo over {peer}: {measure}", ratios, f"x{verdict}")
 
     def variants(self) -> None:
         if self.device.type == "cpu":
             print("variants: left out. A CPU has no CUDA graphs, and takes minutes to compile.")
             return
         for name in ("hpo-eager", "hpo-compiled"):
-            self.run_contender("long", "bf16", name, 1)
+            self.try_contender("long", "bf16", name, 1)
             self.show("long", "bf16", name)
 
     def products(self) -> None:
@@ -218,14 +239,16 @@ class Benchmark:
 
     def profile(self) -> None:
         for workload, wanted in WANTED.items():
-            has_peer = (workload, "bf16", "trainer") in self.measured
-            is_fast = has_peer and statistics.median(self.ratios(workload, "trainer")) >= wanted
+            ratios = self.ratios(workload, "trainer")
+            is_fast = bool(ratios) and statistics.median(ratios) >= wanted
             if (is_fast and not self.arguments.profile) or not self.report.allows(f"profile of {workload}"):
                 continue
-            events, profiled = profile_steps(partial(self.run_hpo, workload, "bf16"), self.device)
+            texts = self.workloads[workload]
+            run = partial(self.run_hpo, workload, "bf16")
+            events, profiled = profile_steps(run, texts.num_train // texts.batch_size, self.device)
             unprofiled = None
             if known := self.measured.get((workload, "bf16", "hpo")):
-                unprofiled = self.workloads[workload].batch_size / statistics.median(known["train"])
+                unprofiled = texts.batch_size / statistics.median(known["train"])
             lines = describe_profile(events, profiled, unprofiled)
             print(f"{workload} bf16 hpo:", *lines, sep="\n", flush=True)
 
@@ -236,7 +259,7 @@ class Benchmark:
                 if answer.level == "unsupported" or (answer.level == "emulated" and not self.arguments.tiny):
                     print(f"{name}: left out. {answer.reason}")
                 elif self.report.allows(name, self.arguments.scale * TRIAL_SECONDS):
-                    self.run_contender(workload, precision, "hpo", 1)
+                    self.try_contender(workload, precision, "hpo", 1)
                     self.show(workload, precision, "hpo")
                     self.show_share(workload, precision)
 
@@ -255,6 +278,7 @@ def measures(result: TrialResult, wall: float) -> dict[str, float]:
     joules = telemetry["throughput"].get("train_joules_per_example")
     return {
         **ours.rates(telemetry["throughput"]),
+        "whole": telemetry["num_examples"] / telemetry["train_seconds"],
         **({} if joules is None else {"joules": joules}),
         "setup": telemetry["setup_seconds"],
         "outside": wall - telemetry["train_seconds"] - telemetry["evaluation_seconds"],
@@ -300,8 +324,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         benchmark = Benchmark(report, Path(folder), device, given)
         for part in PARTS:
             if (not given.parts or part in given.parts) and report.allows(part):
-                getattr(benchmark, part)()
+                with report.attempt(part):
+                    getattr(benchmark, part)()
+    print(f"failed: {', '.join(report.failed) or 'nothing'}")
     print(f"left out for lack of time: {', '.join(report.left_out) or 'nothing'}")
+    if report.failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

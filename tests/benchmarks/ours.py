@@ -163,7 +163,9 @@ def run_grid(content: dict[str, Any], *options: str) -> list[TrialRecord]:
     with tempfile.TemporaryDirectory() as work:
         Path(work, "study.yaml").write_text(yaml.safe_dump(content))
         command = [sys.executable, "-m", "hpo", "run", "study.yaml", "--storage", STORAGE, "--json", *options]
-        run = subprocess.run(command, cwd=work, check=True, capture_output=True, text=True)
+        run = subprocess.run(command, cwd=work, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"hpo run ended with {run.returncode}:\n{run.stderr}")
         outcomes = json.loads(run.stdout)["outcomes"]
         if outcomes != {"complete": content["n_trials"]}:
             raise RuntimeError(f"the study ended as {outcomes}")

@@ -136,7 +136,11 @@ class StepClock:
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
         self._num_steps = 0
-        self._start = self._end = mark(device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Training begins now."""
+        self._begin = self._start = self._end = mark(self._device)
 
     def step(self) -> None:
         self._num_steps += 1
@@ -145,12 +149,13 @@ class StepClock:
             self._start = self._end
 
     def rates(self, batch_size: int, evaluate: Callable[[], object], num_rows: int) -> dict[str, float]:
-        """Examples per second of training, and of evaluating `num_rows` now."""
-        seconds = seconds_between(self._start, self._end)
-        train = (self._num_steps - WARMUP_STEPS) * batch_size / seconds
+        """Examples per second of training, after the warm-up and in all, and of evaluating `num_rows`."""
+        train = (self._num_steps - WARMUP_STEPS) * batch_size / seconds_between(self._start, self._end)
+        whole = self._num_steps * batch_size / seconds_between(self._begin, self._end)
         started = mark(self._device)
         evaluate()
-        return {"train": train, "evaluate": num_rows / seconds_between(started, mark(self._device))}
+        seconds = seconds_between(started, mark(self._device))
+        return {"train": train, "whole": whole, "evaluate": num_rows / seconds}
 
 
 def run_trainer(
@@ -162,6 +167,9 @@ def run_trainer(
     clock = StepClock(workload.device)
 
     class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            clock.begin()
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.step()
 
@@ -258,7 +266,10 @@ def batches_by_length(rows: Sequence[Mapping[str, Any]], batch_size: int) -> lis
 
 
 def run_plain(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
-    """A plain loop: batches by length, autocast, fused AdamW, clipped gradients, no step that waits."""
+    """A plain loop: batches by length, autocast, fused AdamW, clipped gradients.
+
+    It waits for no step itself, but the encoder of transformers reads whether a batch has padding.
+    """
     from torch.utils.data import DataLoader
     from transformers import get_linear_schedule_with_warmup
 

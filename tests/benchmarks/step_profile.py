@@ -11,23 +11,29 @@ from hpo.device import DeviceInfo, synchronize
 from hpo.outcome import Progress
 from hpo.trial.telemetry import Callbacks
 
-FIRST_STEP, NUM_STEPS = 4, 10
-"""The step before the first one that is profiled, and how many steps are profiled."""
+NUM_STEPS = 10
+"""Number of profiled steps."""
 NUM_KERNELS = 24
 
 
-def profile_steps(run: Callable[[Callbacks], object], device: DeviceInfo) -> tuple[Any, float]:
-    """Profile some steps of the trial that `run` makes: the profiler's events, and the seconds of a step."""
+def profile_steps(
+    run: Callable[[Callbacks], object], num_steps: int, device: DeviceInfo
+) -> tuple[Any, float]:
+    """Profile the last of the `num_steps` of the trial that `run` makes: earlier steps record CUDA graphs.
+
+    Return the profiler's events and the seconds of a step.
+    """
+    last = num_steps - 1
     profiler = torch.profiler.profile(acc_events=True)
     seconds = 0.0
 
     def on_progress(progress: Progress) -> None:
         nonlocal seconds
-        if progress.step == FIRST_STEP:
+        if progress.step == last - NUM_STEPS:
             synchronize(device)
             profiler.start()
             seconds -= time.perf_counter()
-        if progress.step == FIRST_STEP + NUM_STEPS:
+        if progress.step == last:
             synchronize(device)
             seconds += time.perf_counter()
             profiler.stop()

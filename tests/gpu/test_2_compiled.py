@@ -12,6 +12,7 @@ from support.gpu_studies import SGD, relative, write_gpu_study
 from support.tiny_loop import config_of
 from torch import Tensor, nn
 
+import hpo.training.step_graphs
 from hpo.config.resolved_study import resolve_study
 from hpo.config.study_config import load_study
 from hpo.data.batches import Batch
@@ -86,13 +87,23 @@ def reserved_bytes(device: DeviceInfo) -> int:
     return torch.cuda.memory_reserved(device.index) if device.type == "cuda" else 0
 
 
+def record_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record shapes whatever the time of their kernels: other processes may use the GPU."""
+    monkeypatch.setattr(hpo.training.step_graphs, "MIN_LAUNCH_RATIO", 1e-9)
+
+
 @pytest.mark.parametrize("mode", ["none", pytest.param("reduce-overhead", marks=pytest.mark.slow)])
 def test_cuda_graphs_give_the_losses_of_eager_training_and_free_their_memory(
-    device: DeviceInfo, mode: str, tmp_path: Path, figure: Callable[[str], None]
+    device: DeviceInfo,
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    figure: Callable[[str], None],
 ) -> None:
     """The lengths differ, and the last of the three micro-batches of a step is smaller."""
     training = {"max_steps": 40 if device.type == "cuda" else 2, "batch_size": 20, "micro_batch_size": 8}
     executor = executor_of(tmp_path, device, training | DROPOUT)
+    record_always(monkeypatch)
     eager, before = train_loss(executor, "none", graphs=False), reserved_bytes(device)
     compiled, between = train_loss(executor, mode, graphs=True), reserved_bytes(device)
     again, after = train_loss(executor, "none", graphs=False), reserved_bytes(device)
@@ -118,6 +129,7 @@ def test_an_unprofitable_recording_is_dropped(
 
     is_good_before = StepGraphs._is_good
     monkeypatch.setattr(StepGraphs, "_is_good", is_good)
+    record_always(monkeypatch)
     training = {"max_steps": 40 if device.type == "cuda" else 2, "batch_size": 8, **DROPOUT}
     loss = train_loss(executor_of(tmp_path, device, training), "none", graphs=True)
     figure(f"recordings that pay: {verdicts}; loss {loss:.4f}")
@@ -144,6 +156,11 @@ def test_a_spoiled_recording_leaves_dropout_usable(device: DeviceInfo, figure: C
         assert graphs(batch, {}, 1.0).isfinite()
     figure(graphs.problem)
     assert graphs.problem.startswith("a step cannot be recorded: ")
+    before = reserved_bytes(device)
+    large = torch.ones(2**26, device=device.torch_device)
+    assert torch.cuda.memory_reserved(device.index) >= before + large.nbytes
+    del large
+    assert reserved_bytes(device) == before, "the process frees cached memory"
 
 
 def compute_in_fp32(linear: nn.Linear) -> None:

@@ -138,6 +138,8 @@ def test_slow_kernels_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     learner, graphs = with_graphs()
     run_steps(learner, graphs)
     assert (graphs.num_recorded, graphs.problem) == (0, "")
+    assert graphs.take_tried(), "the steps of dropped recordings have no rate"
+    assert not graphs.take_tried()
 
 
 def test_out_of_memory_releases_graphs_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,13 +162,15 @@ def test_out_of_memory_releases_graphs_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("fails", ["begin", "end", "block"])
-def test_a_failed_capture_resets_the_generator(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, graph, error = Mock(), Mock(), torch.OutOfMemoryError(fails)
-    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+def test_a_failed_capture_resets_generator_and_allocator(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, graph, allocator, error = Mock(), Mock(), Mock(), torch.OutOfMemoryError(fails)
+    monkeypatch.setattr(torch.cuda, "default_generators", [Mock(), generator])
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator, raising=False)
     getattr(graph, f"capture_{fails}").side_effect = error
     body = Mock(side_effect=KeyError if fails == "block" else None)
-    with pytest.raises(KeyError if fails == "block" else RuntimeError) as raised, _captured(graph, None, 0):
+    with pytest.raises(KeyError if fails == "block" else RuntimeError) as raised, _captured(graph, (0, 7), 1):
         body()
     assert not isinstance(raised.value, torch.OutOfMemoryError), "this would be tried again beside old graphs"
-    usable = [call(generator.clone_state())]
-    assert generator.graphsafe_set_state.call_args_list == ([] if fails == "block" else usable)
+    spoiled = fails != "block"
+    assert generator.graphsafe_set_state.call_args_list == [call(generator.clone_state())] * spoiled
+    assert allocator.call_args_list == [call(1, (0, 7))] * spoiled
