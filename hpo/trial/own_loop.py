@@ -78,7 +78,9 @@ class Amp:
         optimizer.zero_grad(set_to_none=True)
         in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
         loss = backward(
-            amp, lambda: loss_of_batch(model, fitting_batch(model, batch)), lambda: in_fp32(amp.scaler.scale)
+            amp,
+            lambda: loss_of_batch(model, fitting_batch(model, batch)).squeeze(),
+            lambda: in_fp32(amp.scaler.scale),
         )
         amp.end_step(amp.step_fallbacks if amp.config.fallback_to_fp32 else 0)
         apply_gradients(_parameters(optimizer), optimizer, loss, amp, trial.config.max_grad_norm or 0.0)
@@ -100,7 +102,7 @@ class Amp:
     def _in_fp32(self, loss_of_batch: LossOfBatch, batch: Any, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Run a batch forward and backward in fp32; return its loss, detached."""
         with self._mixed_precision.float32(_LossModule(self._model, loss_of_batch)) as loss_of:
-            loss: Tensor = loss_of(batch)
+            loss: Tensor = loss_of(batch).squeeze()
             scale(loss).backward()
         return loss.detach()
 

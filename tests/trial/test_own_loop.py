@@ -103,6 +103,14 @@ def test_step_is_of_the_parameters_of_the_optimizer(tmp_path: Path, precision: s
     torch.testing.assert_close(weight, model[3].weight.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fallback", [False, True])
+def test_loss_of_one_number_in_a_list(tmp_path: Path, fallback: bool) -> None:
+    loop = changed("amp.step(loss_of_batch", "amp.step(lambda *of: loss_of_batch(*of)[None]")
+    amp = {"allow_emulated": True, "fallback_to_fp32": fallback}
+    loop = OVERFLOW.replace("== torch.float32", "== torch.float32 or len(rows) < 16") * fallback + loop
+    assert run(own_executor(tmp_path, loop, amp=amp), fp_precision="bf16").outcome == "complete"
+
+
 OVERFLOW = """
 class Overflowing(nn.Linear):
     def forward(self, rows):
