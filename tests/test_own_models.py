@@ -340,6 +340,13 @@ def test_wrong_parts_are_refused_with_their_name(tmp_path: Path, old: str, new: 
         own_executor(tmp_path, source, training=PLAIN | named, search_space={}).check_study()
 
 
+def test_loss_of_one_number_in_a_list(tmp_path: Path) -> None:
+    source = MODELS + PARTS.replace('"sum")', '"sum")[None]')
+    training = PLAIN | {"max_steps": 2, "loss": "plain"}
+    executor = own_executor(tmp_path, source, training=training, search_space={})
+    assert executor.run({}, None, "").outcome == "complete"
+
+
 def test_trial_with_an_error_of_a_metric_is_invalid(tmp_path: Path) -> None:
     source = MODELS + UNDEFINED.replace("return", 'assert len(calls) < 3, "late"\n    return')
     executor = own_executor(

@@ -11,7 +11,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -157,7 +157,7 @@ def train(
         loss = accumulate_gradients(learner, batch, args.seed, state, hooks.on_micro_batch, graphs)
         sum_gradients()
         with memory_agreed(NO_HALVING):
-            apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
+            apply_gradients(model.parameters(), optimizer, loss, mixed_precision, args.max_grad_norm)
         num_examples = float(data.train.example_share_W[windows].sum())
         state.count_step(loss, num_examples, batch.num_tokens)
         clock.step(num_examples, batch, interrupted=_note_graphs(graphs, state))
@@ -383,16 +383,19 @@ def _in_fp32(
 
 
 def apply_gradients(
-    model: nn.Module,
+    parameters: Iterable[Tensor],
     optimizer: torch.optim.Optimizer,
     loss: Tensor,
     mixed_precision: MixedPrecision,
     max_grad_norm: float,
 ) -> None:
-    """Unscale, clip to the global norm, step and update the scale, in this order (PyTorch, AMP examples)."""
+    """Unscale, clip to the global norm, step and update the scale, in this order (PyTorch, AMP examples).
+
+    `parameters` are those of the optimizer: no others are unscaled.
+    """
     scaler, device_type = mixed_precision.scaler, mixed_precision.device.type
     scaler.unscale_(optimizer)
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm([cast(Tensor, parameter.grad) for parameter in parameters], device_type)
     # A GPU always clips. A comparison of the norm would wait for it.
     clips = bool(max_grad_norm) and (device_type != "cpu" or not norm <= max_grad_norm)

@@ -68,7 +68,7 @@ def loss_sum(
             f"the loss `{name}` must return a tensor with one number and its gradient by the logits, but got "
             f"`{shorten(repr(loss), 60)}`."
         )
-    return loss.float()
+    return loss.float().squeeze()
 
 
 @dataclass(eq=False)

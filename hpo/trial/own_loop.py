@@ -57,9 +57,9 @@ class Amp:
     ) -> Tensor:
         """Make one optimiser step on a batch, and return its loss, detached.
 
-        Forward and loss run under autocast. Gradients are unscaled and clipped to `max_grad_norm`. A step
-        with non-finite gradients is skipped. If loss or gradients stay non-finite, the trial ends as
-        `nonfinite`.
+        Forward and loss run under autocast. The gradients of the optimizer's parameters are unscaled and
+        clipped to `max_grad_norm`. A step with non-finite gradients is skipped. If loss or gradients stay
+        non-finite, the trial ends as `nonfinite`.
 
         Args:
             loss_of_batch: the loss, a scalar tensor, of `(model, batch)`.
@@ -75,16 +75,18 @@ class Amp:
         trial, model, amp = self._trial, self._model, self._mixed_precision
         trial.end_setup()
         amp.start_step()
-        model.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
         loss = backward(
-            amp, lambda: loss_of_batch(model, fitting_batch(model, batch)), lambda: in_fp32(amp.scaler.scale)
+            amp,
+            lambda: loss_of_batch(model, fitting_batch(model, batch)).squeeze(),
+            lambda: in_fp32(amp.scaler.scale),
         )
         amp.end_step(amp.step_fallbacks if amp.config.fallback_to_fp32 else 0)
-        apply_gradients(model, optimizer, loss, amp, trial.config.max_grad_norm or 0.0)
+        apply_gradients(_parameters(optimizer), optimizer, loss, amp, trial.config.max_grad_norm or 0.0)
         trial.count_step(loss, num_examples)
         if trial.state.step % CHECK_EVERY[amp.device.type] == 0:
-            with repeated_in_fp32(amp, partial(self._is_finite_in_fp32, in_fp32)):
+            with repeated_in_fp32(amp, partial(self._is_finite_in_fp32, in_fp32, optimizer)):
                 amp.check()
         trial.heartbeat()
         return loss
@@ -100,17 +102,19 @@ class Amp:
     def _in_fp32(self, loss_of_batch: LossOfBatch, batch: Any, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Run a batch forward and backward in fp32; return its loss, detached."""
         with self._mixed_precision.float32(_LossModule(self._model, loss_of_batch)) as loss_of:
-            loss: Tensor = loss_of(batch)
+            loss: Tensor = loss_of(batch).squeeze()
             scale(loss).backward()
         return loss.detach()
 
-    def _is_finite_in_fp32(self, in_fp32: Callable[..., Tensor]) -> bool | None:
+    def _is_finite_in_fp32(
+        self, in_fp32: Callable[..., Tensor], optimizer: torch.optim.Optimizer
+    ) -> bool | None:
         """Repeat the last step in fp32. None: another step broke, or the weights have changed since."""
         if not bool(self._mixed_precision.last_skipped):
             return None
-        self._model.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss = in_fp32(lambda loss: loss)
-        gradients = [one.grad for one in self._model.parameters() if one.grad is not None]
+        gradients = [one.grad for one in _parameters(optimizer) if one.grad is not None]
         norm = gradient_norm(gradients, self._mixed_precision.device.type)
         return bool(torch.isfinite(loss + norm))
 
@@ -125,6 +129,10 @@ class _LossModule(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         return self.loss_of_batch(self.model, batch)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (one for group in optimizer.param_groups for one in group["params"])
 
 
 def _num_examples(batch: Any) -> int:

@@ -221,7 +221,7 @@ def run_ours(
     model.train()
     for batch in batches:
         loss = accumulate_gradients(learner, batch, parts.config.seed, state)
-        apply_gradients(model, optimizer, loss, amp, CLIP)
+        apply_gradients(model.parameters(), optimizer, loss, amp, CLIP)
         losses.append(float(loss))
     return losses, amp.scaler.get_scale(), amp.statistics().skipped_steps
 

@@ -166,9 +166,10 @@ weights: list[float] = []
 """After each step of the trials of this rank."""
 
 
-def note_weights(model: Any, *args: Any) -> None:
-    apply_gradients(model, *args)
-    weights.append(sum(float(weight.detach().double().sum()) for weight in model.parameters()))
+def note_weights(parameters: Any, *args: Any) -> None:
+    parameters = [*parameters]
+    apply_gradients(parameters, *args)
+    weights.append(sum(float(weight.detach().double().sum()) for weight in parameters))
 
 
 apply_gradients = loop.apply_gradients

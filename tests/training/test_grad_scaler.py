@@ -92,7 +92,7 @@ def test_steps_equal_plain_arithmetic(optimizer: str, micro_batch_size: int) -> 
     for step, (weight, scale) in enumerate(expected):
         loss_fn.step = state.step = step
         loss = accumulate_gradients(learner, tiny_batch(NUM_ROWS), 0, state)
-        apply_gradients(model, update, loss, amp, MAX_NORM)
+        apply_gradients(model.parameters(), update, loss, amp, MAX_NORM)
         torch.testing.assert_close(model.weight.detach().double(), weight, rtol=2e-5, atol=1e-6)
         assert amp.scaler.get_scale() == scale
     assert amp.statistics().skipped_steps == len(OVERFLOWS)

@@ -213,7 +213,7 @@ def test_clipping_of_bf16_gradients(device_type: str) -> None:
     amp = amp_of("bf16-true")
     amp.device = replace(CPU, type=device_type)
     optimizer = build_optimizer("sgd", [parameter_group(*model)], betas=(0.0, 0.0))
-    apply_gradients(model, optimizer, torch.tensor(1.0), amp, max_grad_norm=1.0)
+    apply_gradients(model.parameters(), optimizer, torch.tensor(1.0), amp, max_grad_norm=1.0)
     clipped = torch.cat([weight.grad.double().flatten() for weight in model])
     expected = (exact / exact.norm()).to(torch.bfloat16).double()
     # A product that lies between two bf16 numbers may be rounded to either.

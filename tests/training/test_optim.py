@@ -194,15 +194,15 @@ def test_skipped_step_changes_nothing(name: str, state: str, dtype: torch.dtype,
     ends = []
     for is_bad in (False, True):
         weight = nn.Parameter(torch.linspace(-1, 1, 64 * 128).reshape(SHAPE).to(dtype))
-        model, groups = nn.ParameterList([weight]), [parameter_group(weight, lr=0.01, weight_decay=0.1)]
+        groups = [parameter_group(weight, lr=0.01, weight_decay=0.1)]
         optimizer = build_optimizer(name, groups, state=state)
         amp = amp_of("fp32")
         for step, gradient in enumerate(gradients):
             if is_bad and step == bad_step:
                 weight.grad = torch.full_like(weight, torch.nan)
-                apply_gradients(model, optimizer, torch.zeros(()), amp, 1.0)
+                apply_gradients([weight], optimizer, torch.zeros(()), amp, 1.0)
             weight.grad = gradient.clone()
-            apply_gradients(model, optimizer, torch.zeros(()), amp, 1.0)
+            apply_gradients([weight], optimizer, torch.zeros(()), amp, 1.0)
         ends.append(weight.detach().clone())
         assert amp.statistics().skipped_steps == is_bad
     assert torch.equal(*ends)

@@ -93,4 +93,4 @@ def test_no_update_waits_for_the_device(name: str, optimizer: str) -> None:
         loss = accumulate(model, amp, seed=step)
         amp.device = replace(CPU, type="cuda")
         with no_waiting("cpu"):
-            apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
+            apply_gradients(model.parameters(), update, loss, amp, max_grad_norm=1.0)

@@ -69,6 +69,48 @@ def test_fp32_step_is_a_plain_step_of_pytorch(tmp_path: Path) -> None:
     assert all(torch.equal(stored[f"model.{name}"], value) for name, value in kept.items())
 
 
+PART = """
+@hpo.trial
+def train(run):
+    model, scale = net().eval(), nn.Parameter(torch.ones(()))
+    loss_of_batch = lambda model, rows: (model(rows).float() * scale).square().mean()
+    amp = run.prepare(model, loss_of_batch, ROWS)
+    optimizer = torch.optim.SGD([model[3].weight, scale], lr=run.params["learning_rate"])
+    run.keep(model=model)
+    for _ in run.steps(3):
+        amp.step(loss_of_batch, ROWS, optimizer)
+        run.report({"accuracy": 1.0})
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_step_is_of_the_parameters_of_the_optimizer(tmp_path: Path, precision: str) -> None:
+    """One layer of the model, and a parameter beside the model."""
+    executor = own_executor(tmp_path, PART)
+    assert run(executor, tmp_path / "trial", fp_precision=precision).outcome == "complete"
+    code: dict[str, Any] = {}
+    exec(HEAD, code)
+    seed_all(3)
+    model, scale = code["net"]().eval(), nn.Parameter(torch.ones(()))
+    stepped = [model[3].weight, scale]
+    optimizer = torch.optim.SGD(stepped, lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (model(code["ROWS"]) * scale).square().mean().backward()
+        nn.utils.clip_grad_norm_(stepped, 1.0)
+        optimizer.step()
+    weight = weights_of(tmp_path / "trial")["model.3.weight"]
+    torch.testing.assert_close(weight, model[3].weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_loss_of_one_number_in_a_list(tmp_path: Path, fallback: bool) -> None:
+    loop = changed("amp.step(loss_of_batch", "amp.step(lambda *of: loss_of_batch(*of)[None]")
+    amp = {"allow_emulated": True, "fallback_to_fp32": fallback}
+    loop = OVERFLOW.replace("== torch.float32", "== torch.float32 or len(rows) < 16") * fallback + loop
+    assert run(own_executor(tmp_path, loop, amp=amp), fp_precision="bf16").outcome == "complete"
+
+
 OVERFLOW = """
 class Overflowing(nn.Linear):
     def forward(self, rows):
