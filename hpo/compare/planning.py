@@ -23,7 +23,7 @@ from hpo.config.comparison import (
     checked_precision,
 )
 from hpo.config.limits import MEASURED_METRICS
-from hpo.config.search_space import decode
+from hpo.config.search_space import Range, decode
 from hpo.config.study_checks import trial_problems
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
@@ -106,8 +106,9 @@ def plan_comparison(
             for one in best[: options["top"]]
         )
         precisions = tuple(dict.fromkeys(one.precision for one in configurations))
-    searched_seed = config.search_space.get(SEED)
-    highest_seed = max(searched_seed.grid()) if searched_seed else config.training.seed
+    searched = config.search_space.get(SEED)
+    last = searched.high if isinstance(searched, Range) else config.training.seed
+    highest_seed = max(getattr(searched, "choices", (last,)))
     return ComparisonConfig(
         study=record.name,
         study_token=token,

@@ -46,6 +46,10 @@ class CategoricalDistribution(Section):
     """Search this setting only under these conditions, as `{setting: value}` or `{setting: [value, value]}`
     of categorical settings without `when`. Otherwise it has its default."""
 
+    @property
+    def size(self) -> int:
+        return len(self.choices)
+
     def grid(self) -> tuple[Any, ...]:
         return self.choices
 
@@ -95,11 +99,18 @@ class Range(CheckedSection):
                 message = f"must be `low` plus a multiple of `step`; {nearest} is, {high} is not."
                 yield Problem(("high",), message)
 
-    def grid(self) -> tuple[float, ...]:
-        """Return all values. A range of floats must have a `step`."""
+    @property
+    def size(self) -> float:
+        """Number of values; infinite without a `step`."""
+        if self.step is None:
+            return math.inf
         low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step))
-        number = type(self.low)
-        return tuple(number(low + index * step) for index in range(int((high - low) / step) + 1))
+        return int((high - low) / step) + 1
+
+    def grid(self) -> Sequence[float]:
+        """Return all values. A range of floats must have a `step`."""
+        low, step = Decimal(str(self.low)), Decimal(str(self.step))
+        return tuple(float(low + index * step) for index in range(int(self.size)))
 
     def refusal(self, value: Any) -> str:
         """Return an error if `value` is not in the range; empty otherwise."""
@@ -131,6 +142,9 @@ class IntDistribution(Range):
     """Largest value."""
     step: Count = 1
     """Restrict values to `low`, `low + step`, ... `high`. Not with `log`."""
+
+    def grid(self) -> Sequence[int]:
+        return range(self.low, self.high + 1, self.step)
 
     def suggest(self, name: str, trial: BaseTrial) -> int:
         return trial.suggest_int(name, self.low, self.high, step=self.step, log=self.log)
@@ -203,11 +217,6 @@ def choices_without(space: SearchSpace, one: Distribution) -> dict[str, tuple[An
         if isinstance(parent, CategoricalDistribution)
     }
     return {name: choices for name, choices in others.items() if choices}
-
-
-def is_finite(space: SearchSpace) -> bool:
-    """Return True if the number of configurations is finite: every range of floats has a `step`."""
-    return not any(isinstance(one, FloatDistribution) and one.step is None for one in space.values())
 
 
 def grid(space: SearchSpace) -> dict[str, list[Any]]:

@@ -1,10 +1,12 @@
 """Problems between the settings of a study: each is valid alone, but not together with the others."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpo.config.data_config import DataConfig
 from hpo.config.search_space import CategoricalDistribution, FloatDistribution, SearchSpace
+from hpo.config.sections import MAX_TRIALS
 from hpo.config.study_file import Problem
 from hpo.config.trial_settings import AUTO, BUDGETS, OF_SOURCES, OWN_LOOP_SETTINGS, TrialSettings
 from hpo.errors import did_you_mean
@@ -100,6 +102,10 @@ def fixed_and_searched(searched: Collection[str], given: Collection[str]) -> Ite
 
 
 def grid_problems(space: SearchSpace) -> Iterator[Problem]:
+    size = math.prod(one.size for one in space.values())
+    if MAX_TRIALS < size < math.inf:
+        message = f"must have at most {MAX_TRIALS:,} combinations for a grid, but has {size:,}."
+        yield Problem((), message)
     for name, distribution in space.items():
         if distribution.when:
             message = "a grid combines all values: `when` would run some of them twice."

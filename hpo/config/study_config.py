@@ -300,7 +300,8 @@ class StudyConfig(CheckedSection):
         space, problems = parse_search_space(raw)
         if isinstance(raw, Mapping):
             problems += fixed_and_searched(tuple(map(str, raw)), info.data.get("given", ()))
-        if "sampler" in info.data and info.data["sampler"].name == "grid":
+        is_planned = info.data.get("comparison") is not None
+        if "sampler" in info.data and info.data["sampler"].name == "grid" and not is_planned:
             problems += grid_problems(space)
         refuse(*problems)
         return space

@@ -4,7 +4,7 @@ Nothing here imports transformers, pandas or plotly, so `hpo status` starts fast
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -147,8 +147,8 @@ def _planner_trial(trial: TrialRecord, is_raised: bool) -> Any:
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
     """Return the content of `hpo status --json`. Only trials with some training count for the rate."""
-    trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
-    hours = _busy_seconds(trained) / 3600
+    num_trained = sum(bool(one.ended and (one.evaluations or one.values)) for one in record.trials)
+    hours = _worker_seconds(record) / 3600
     workers = [worker for worker in record.workers if worker.alive]
     ahead = stored_outlook(record)
     hours_left = ahead.seconds / 3600 / num_shares(record) if ahead.cost and workers else None
@@ -185,7 +185,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             for worker in workers
         ],
         "warnings": record_warnings(record),
-        "trials_per_hour": len(trained) / hours if hours else None,
+        "trials_per_hour": num_trained / hours if num_trained and hours else None,
         "estimated_end": end and end.isoformat(timespec="seconds"),
     }
 
@@ -245,14 +245,14 @@ def _unspent_message(record: StudyRecord, hours_left: float, ahead: Outlook) -> 
     return f"{format_seconds(3600 * hours_left)} of device time are not spent, because {reason}."
 
 
-def _busy_seconds(trials: Iterable[TrialRecord]) -> float:
-    """Seconds with at least one of these trials running."""
-    ends = [(trial.ended.timestamp(), trial.active_seconds or 0.0) for trial in trials if trial.ended]
-    busy, until = 0.0, 0.0
-    for begin, end in sorted((end - seconds, end) for end, seconds in ends):
-        busy += max(0.0, end - max(begin, until))
+def _worker_seconds(record: StudyRecord) -> float:
+    """Seconds with at least one worker. The runs of a paused trial have no times of their own."""
+    seconds, until = 0.0, 0.0
+    for worker in sorted(record.workers, key=lambda one: one.started):
+        end = worker.last_seen.timestamp()
+        seconds += max(0.0, end - max(worker.started.timestamp(), until))
         until = max(until, end)
-    return busy
+    return seconds
 
 
 def objectives_text(metrics: Sequence[str], directions: Sequence[str]) -> str:

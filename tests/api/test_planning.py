@@ -20,7 +20,7 @@ def test_plan_and_status_divide_the_time_by_live_workers(tmp_path: Path, given: 
     """A letter is the device of a live worker, and the worker of x is dead."""
     workers = [
         WorkerRecord(
-            f"w{n}", "node1", n, datetime.now(UTC), alive=name != "x", trial_number=None, device=name
+            f"w{n}", "node1", n, *[datetime.now(UTC)] * 2, alive=name != "x", trial_number=None, device=name
         )
         for n, name in enumerate(devices + "x")
     ]

@@ -6,7 +6,7 @@ import pytest
 from support.jsonl_sets import load_set, write_set
 from support.planted_comparison import HERE, begun, planned, run, searched
 from support.planted_comparison import lucky_score as score
-from support.worker_process import study
+from support.worker_process import SPACE, study
 
 from hpo.compare.comparison_study import open_comparison, unlabelled_test_tasks
 from hpo.compare.planning import FIRST_SEED, Request
@@ -72,6 +72,14 @@ def test_a_setting_of_one_precision_has_its_best_value_or_default(
     run(empty, config, score)
     plan = planned(begun(empty, config, REQUEST))
     assert [one.params["init_scale"] for one in plan.configurations] == [expected]
+
+
+def test_new_seeds_follow_a_wide_range_of_searched_ones(empty: Storage) -> None:
+    space = {**SPACE, "seed": {"type": "int", "low": 0, "high": 10**9}}
+    config = study(2, search_space=space)
+    create_or_resume_study(empty, config)
+    run(empty, config, lambda _: 80.0)
+    assert planned(begun(empty, config, REQUEST)).first_seed == 10**9 + 1
 
 
 def test_options_of_a_stored_comparison_stay(storage: Storage, config: StudyConfig) -> None:

@@ -7,7 +7,7 @@ import pytest
 from optuna.distributions import FloatDistribution, IntDistribution
 from support.tiny import study_of
 
-from hpo.config.search_space import DISTRIBUTIONS, Distribution, parse_search_space, refusal, suggest
+from hpo.config.search_space import DISTRIBUTIONS, Distribution, middle, parse_search_space, refusal, suggest
 from hpo.study.store.optuna_internals import is_in
 
 CONDITIONS = {"dropout": [0.1], "fp_precision": "fp16"}
@@ -100,6 +100,10 @@ def test_hash_ignores_order_and_spelling_alone() -> None:
 def test_value_outside_space_is_one_error(raw: dict[str, Any], value: Any, message: str) -> None:
     one = DISTRIBUTIONS[str(raw["type"])].model_validate(raw)
     assert refusal({"x": one}, {"x": value}).startswith(message)
+
+
+def test_middle_of_a_wide_range() -> None:
+    assert middle(parse({"seed": {"type": "int", "low": 0, "high": 2**32 - 2}})) == {"seed": 2**31 - 1}
 
 
 @pytest.mark.parametrize("optunas", [FloatDistribution(0, 3, step=0.1), IntDistribution(0, 3, step=1)])

@@ -58,6 +58,12 @@ def test_possible_combination(tmp_path: Path, training: dict[str, Any], space: d
     assert tiny_study(tmp_path, training=training, search_space=space)
 
 
+def test_a_grid_has_no_more_combinations_than_a_study_has_trials(tmp_path: Path) -> None:
+    wide = {"seed": {"type": "int", "low": 1, "high": 50_001}, "fp_precision": PRECISIONS}
+    with pytest.raises(StudyFileError, match=r"search_space: must have at most 100,000 .* has 100,002\."):
+        tiny_study(tmp_path, sampler={"name": "grid"}, search_space=wide)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -10,20 +10,31 @@ from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 
 
 def at(number: int, begin: float, end: float) -> Any:
-    start = datetime(2026, 1, 1, tzinfo=UTC)
-    times = (start + timedelta(minutes=begin), start + timedelta(minutes=end))
+    times = [datetime(2026, 1, 1, tzinfo=UTC) + timedelta(minutes=minute) for minute in (begin, end)]
     return replace(fake_trial(number, "fp32"), started=times[0], ended=times[1], seconds=60 * (end - begin))
 
 
+def left(begin: float, end: float) -> WorkerRecord:
+    of_trial = at(0, begin, end)
+    return WorkerRecord(
+        "node1-6", "node1", 6, of_trial.started, of_trial.ended, alive=False, trial_number=None
+    )
+
+
 def record(*trials: Any, **changes: Any) -> StudyRecord:
-    """Record with three trials left, one of them with a live worker."""
+    """Record with three trials left, one of them with a live worker.
+
+    Two earlier workers ran at once, then there was a night, and then a third one ran.
+    """
     counts = {"open": 2, "running": 1, "done": len(trials)}
-    live = WorkerRecord("node1-7-abc", "node1", 7, datetime.now(UTC), alive=True, trial_number=3)
-    return record_of(list(trials), **{"counts": counts, "workers": [live], **changes})
+    now = datetime.now(UTC)
+    earlier = [left(0, 8), left(2, 10), left(600, 605)]
+    live = WorkerRecord("node1-7-abc", "node1", 7, now, now, alive=True, trial_number=3)
+    return record_of(list(trials), **{"counts": counts, "workers": [*earlier, live], **changes})
 
 
-def test_rate_omits_the_time_without_a_running_trial() -> None:
-    """Two trials run at once, then there is a night, then one runs. One worker needs 7 minutes for each."""
+def test_rate_omits_the_time_without_a_worker() -> None:
+    """One worker needs 7 minutes for each trial."""
     status = study_status(record(at(0, 0, 8), at(1, 2, 10), at(2, 600, 605)))
     assert status["trials_per_hour"] == pytest.approx(12)
     end = datetime.fromisoformat(status["estimated_end"])
@@ -34,9 +45,14 @@ def test_rate_omits_the_time_without_a_running_trial() -> None:
 def test_rate_omits_trials_without_training() -> None:
     untrained = {"outcome": "failed", "values": None, "evaluations": []}
     failed = [replace(at(number, 0, 0.001), **untrained) for number in range(2, 9)]
-    status = study_status(record(at(0, 0, 10), at(1, 10, 20), *failed))
-    assert status["trials_per_hour"] == pytest.approx(6)
+    assert study_status(record(at(0, 0, 10), *failed))["trials_per_hour"] == pytest.approx(4)
     assert study_status(record(*failed))["trials_per_hour"] is None
+
+
+def test_rate_counts_the_time_of_paused_trials_that_ended_together() -> None:
+    """At the end of a study all of its paused trials end in one second, each with the time of its starts."""
+    ended = [replace(at(number, 0, 605), attributes={"active_seconds": 120.0}) for number in range(5)]
+    assert study_status(record(*ended))["trials_per_hour"] == pytest.approx(20)
 
 
 def test_no_estimate_without_a_live_worker_or_an_ended_trial() -> None:

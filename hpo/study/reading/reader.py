@@ -61,6 +61,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str) -> StudyRecord
             id=row.id,
             host=row.host,
             pid=row.pid,
+            started=datetime.fromtimestamp(row.started, UTC),
             last_seen=datetime.fromtimestamp(max(0.0, min(row.last_seen, row.now)), UTC),
             alive=row.id in heard,
             trial_number=running.get(row.id),

@@ -55,6 +55,7 @@ class WorkerRecord:
     id: str
     host: str
     pid: int
+    started: datetime  # UTC, as `last_seen`
     last_seen: datetime
     alive: bool  # true if its heartbeat is recent, see `Storage.heard_workers`
     trial_number: int | None

@@ -210,9 +210,9 @@ class InfeasibleFilterSampler(WrapperSampler):
 class AvoidRepeats(WrapperSampler):
     """Proposes no tried configuration while it finds an untried one.
 
-    For finite spaces: with the same seed a configuration would end much like before. In a repeated proposal
-    one setting is changed at random, then two, and so on. FAILed trials do not count. Two workers that ask at
-    the same moment may get the same configuration.
+    For spaces with few values: with the same seed a configuration would end much like before. In a repeated
+    proposal one setting is changed at random, then two, and so on. FAILed trials do not count. Two workers
+    that ask at the same moment may get the same configuration.
     """
 
     def __init__(self, sampler: InfeasibleFilterSampler, space: SearchSpace, seed: int) -> None:

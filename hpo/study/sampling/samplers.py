@@ -23,7 +23,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
-from hpo.config.search_space import SearchSpace, choices_without, is_finite, suggest
+from hpo.config.search_space import SearchSpace, choices_without, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError, RunError
 from hpo.precision.table import BASE_PRECISION, PRECISION, choice_name
@@ -33,6 +33,8 @@ from hpo.study.sampling.gp_sampler import PrunedAwareSampler
 from hpo.study.sampling.named_class import build_named_pruner, build_named_sampler, trust_classes
 
 TRIED = 3  # number of trials for testing a sampler of other code: the first are random in many samplers
+
+MOST_VALUES = 10_000  # with more values of all settings together, repeats are rare
 
 
 def build_sampler(
@@ -94,7 +96,8 @@ def _build_optuna_sampler(
     if name not in ("tpe", "gp", "nsga2"):
         return sampler
     feasible = InfeasibleFilterSampler(sampler, seed)
-    return AvoidRepeats(feasible, space, seed) if name != "nsga2" and is_finite(space) else feasible
+    may_repeat = name != "nsga2" and sum(one.size for one in space.values()) <= MOST_VALUES
+    return AvoidRepeats(feasible, space, seed) if may_repeat else feasible
 
 
 class HalfRandom(WrapperSampler):

@@ -114,6 +114,13 @@ def test_seed_and_worker_number_decide_the_configurations(name: str) -> None:
     assert other == ScriptedStudy(config_of(name, seed=6)).run(3)
 
 
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_wide_range_of_whole_numbers_is_not_listed(name: str) -> None:
+    """A list of its values would need more memory than a machine has."""
+    wide = {**BATCHES, "seed": {"type": "int", "low": 0, "high": 2**32 - 1}}
+    assert len({params["seed"] for params in ScriptedStudy(config_of(name, wide), lambda _: 0.5).run(7)}) == 7
+
+
 @pytest.mark.parametrize(
     ("space", "size"),
     [
