@@ -123,6 +123,8 @@ def test_head_is_searched_for_one_task(tmp_path: Path) -> None:
     [
         ("nn.Linear(width, num_outputs)", "nn.Linear(width, 1)", "for the task `tone` gives logits (2, 2)"),
         ("return nn.Sequential(nn.Linear", "return (nn.Linear", "but it is a tuple"),
+        ("nn.Tanh()", "nn.BatchNorm2d(2)", "of states (2, 48), but raises ValueError: expected 4D input"),
+        ("return GruEncoder(options.size)", "return nn.Embedding(9, 9)", "the model cannot run a batch of"),
         ("return nn.Sequential(nn", "return nn.Sequential(n", "own_kind.py:15: NameError: name 'n' is not"),
         ("return hidden\n", "return hidden[:, 0]\n", "`gru` must give states (2, 3, D) of ids (2, 3), but"),
         ("nn.Embedding(30522, size)", "nn.Embedding(300, size)", "own_kind.py:29: IndexError: index out of"),
@@ -321,6 +323,8 @@ def flat(remaining, options):
     ("old", "new", "message"),
     [
         ("hidden[:, 0]", "hidden", "pooling: `first` must give (2, 48) of states (2, 3, 48), but gives"),
+        ("hidden[:, 0]", "hidden[:, 0].double()", "the model cannot run a batch of this study's data: "),
+        ("lambda hidden, mask: hidden[:, 0]", "nn.Identity()", "(2, 3, 48), but raises TypeError: Identity"),
         ("lambda hidden, mask: hidden[:, 0]", "None", "of states (2, 3, 48), but it is a NoneType"),
         ('"sum")', '"sum").item()', "the loss `plain` must return a tensor with one number and"),
         ('"sum")', '"sum").detach()', "the loss `plain` must return a tensor with one number and"),

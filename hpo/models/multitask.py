@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hpo.code import errors_of_code
 from hpo.errors import ModelError
 from hpo.extensions import HEADS, POOLINGS, options_of
 from hpo.models.batch_independence import check_texts_are_independent
@@ -225,11 +226,17 @@ def _check_head(head: Any, hidden_size: int, task: Task, name: str) -> None:
 
 
 def _wrong_output(part: Callable[..., Any], expected: tuple[int, ...], *inputs: Tensor) -> str:
-    """Return what a part of the study's own code gives, in words; empty if its shape is the expected one."""
+    """Return what a part of the study's own code gives or raises, in words; empty if the shape is expected.
+
+    Raises CodeError with the line for an error in a line of this code.
+    """
     if isinstance(part, nn.Module):
         part.eval()
-    with torch.no_grad():
-        made = part(*inputs)
+    try:
+        with errors_of_code(), torch.no_grad():
+            made = part(*inputs)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        return f"but raises {type(error).__name__}: {error}"
     if isinstance(part, nn.Module):
         part.train()
     output = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__

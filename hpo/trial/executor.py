@@ -285,19 +285,20 @@ class Executor:
                     score(task, [kind_of(task).truth(rows[0])] * len(rows), rows)
 
     def _check_parts(self, params: Mapping[str, Any]) -> None:
-        with errors_of_code():
-            parts = build_trial(self.resolved, params, self.loader)
-            self._check_float32_parts(parts.model, params.get("encoder"))
-            callbacks = make_callbacks(parts.config, self.study.code)
-        if ENERGY in self.study.named_metrics and (name := watcher_of_steps(callbacks)):
-            raise InputError(
-                f"The callback `{name}` has `on_step`, so {ENERGY}, which needs steps without interruption, "
-                "cannot be measured. Use `on_evaluation`, or leave that metric out."
-            )
-        amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
-        encoder = parts.config.encoder
-        shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"
+        shown = "the model"
         try:
+            with errors_of_code():
+                parts = build_trial(self.resolved, params, self.loader)
+                self._check_float32_parts(parts.model, params.get("encoder"))
+                callbacks = make_callbacks(parts.config, self.study.code)
+            if ENERGY in self.study.named_metrics and (name := watcher_of_steps(callbacks)):
+                raise InputError(
+                    f"The callback `{name}` has `on_step`, so {ENERGY}, which needs steps without "
+                    "interruption, cannot be measured. Use `on_evaluation`, or leave that metric out."
+                )
+            amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
+            encoder = parts.config.encoder
+            shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"
             with errors_of_code():
                 side = Side(parts.model, amp, work_of(parts, parts.batch(2, 1)), is_reference=True)
                 broken = side.run().broken()

@@ -222,7 +222,7 @@ class Run:
             seen_modes.add(module.training)
             with restored(module), observe(module) as seen:
                 module(*args, **kwargs)
-            trial.is_watched = True
+            trial.is_watched |= module.training
             with trial.ending():
                 self._check_agreement(trial.observed(module, seen), module)
 

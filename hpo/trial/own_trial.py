@@ -132,7 +132,7 @@ class OwnTrial(BaseRun):
         self.prepared: nn.Module | None = None
         """The model of `Run.prepare`."""
         self.is_watched = False
-        """True once `Run.observe` has seen a call of a library."""
+        """True once `Run.observe` has seen a call in training."""
         self._train_function = train
         self._done = 0.0
         self._checkpoint: Checkpoint | None = None
@@ -143,7 +143,8 @@ class OwnTrial(BaseRun):
         self._step_ended: float | None = None
         """The end of the last optimiser step; None: a report came after it."""
         self._seen: Observation | None = None
-        self._has_foreign_steps = False
+        self._steps_of_amp = set[bool]()
+        """Whether a step was made by `Amp.step`, for all steps of this process."""
         self._ended: HpoError | None = None
         self._is_set_up = False
 
@@ -292,8 +293,8 @@ class OwnTrial(BaseRun):
         reason = ""
         if self._seen is None:
             reason = "nothing was observed: call `run.prepare`, or `run.observe` with the model that trains."
-        elif self._has_foreign_steps and not self.is_watched:
-            reason = "steps were made without `amp.step`, so their products were not observed."
+        elif self._steps_of_amp != {True} and not self.is_watched:
+            reason = "no training was observed: make each step with `amp.step`, or call `run.observe`."
         if reason:
             self.note_observed(self._seen or Observation(), unverified=reason)
             _logger.warning("Precision unverified: %s", reason)
@@ -311,10 +312,10 @@ class OwnTrial(BaseRun):
 
     def count_step(self, loss: Tensor | None, num_examples: int) -> None:
         """Count an optimiser step; without a loss it was made by another library."""
+        self._steps_of_amp.add(loss is not None)
         if loss is not None:
             self.state.count_step(loss, num_examples, 0)
         else:
-            self._has_foreign_steps = True
             self.state.step += 1
             self.state.num_examples += num_examples
         self.meter.step(num_examples, num_examples, 0, 0)

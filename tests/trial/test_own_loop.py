@@ -257,6 +257,7 @@ def net():
 """
 PREPARE = "    amp = run.prepare("
 COMPILE = "    model.compile(backend='eager')\n"
+COPY_TRAINS = "= loss_of_batch(nn.Sequential(*model)"
 PREPARED = "run.prepare(model, loss_of_batch, (ROWS, CLASSES))"
 
 
@@ -268,9 +269,11 @@ PREPARED = "run.prepare(model, loss_of_batch, (ROWS, CLASSES))"
         (changed(PREPARE, COMPILE + PREPARE), "compiled"),
         (changed("    run.keep(", COMPILE + "    run.keep("), "compiled"),
         (UNMEASURED + foreign("False"), "could not be measured"),  # only in training
-        (foreign("False", PREPARED), "steps were made without `amp.step`"),
+        (foreign("False", PREPARED), "make each step with `amp.step`"),
+        (foreign("False", PREPARED).replace("run.count_step(48)", ""), "make each step with `amp.step`"),
+        (foreign("False").replace("= loss_of_batch(model", COPY_TRAINS), "no training was observed"),
     ],
-    ids=["compiled before", "compiled later", "unmeasured", "own steps"],
+    ids=["compiled before", "compiled later", "unmeasured", "own steps", "uncounted steps", "a copy trains"],
 )
 def test_unseen_products_are_unverified(tmp_path: Path, loop: str, reason: str) -> None:
     result = run(own_executor(tmp_path, loop), fp_precision="fp32")
