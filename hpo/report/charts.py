@@ -75,6 +75,8 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
     best = met.cummax() if direction == "maximize" else met.cummin()
     line = _line("best so far", list(rows["number"][met.index]), list(best), shape="hv")
     figure = _figure([*_points(rows, rows["number"], values), line], "trial number", _label(metric))
+    if rows["number"].max() < 10:
+        figure.update_xaxes(dtick=1)
     caption = f"{len(rows)} complete trials. The line is the best so far ({direction})."
     return Chart(_key("history", index), f"{metric} by trial", figure, caption)
 

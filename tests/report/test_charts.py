@@ -49,5 +49,6 @@ def test_titles_and_names_are_escaped() -> None:
     trial = fake_trial(0, "fp32")
     trial.params["encoder"] = "<b>"
     figure = history(tables_of([trial], metric_names=("<i>",))).with_title()
+    assert figure.layout.xaxis.dtick == 1, "there is no trial 0.5"
     assert figure.layout.title.text == "&lt;i&gt; by trial"
     assert "<b>" not in figure.data[0].hovertext[0]
