@@ -21,7 +21,7 @@ from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number, format_percent
 from hpo.report.terminal import Part, Rows
 from hpo.tasks.tokenized_split import Windowing
-from hpo.trial.objectives import check_metric_names, check_metric_values
+from hpo.trial.objectives import check_metric_values, check_names
 
 _QUANTILES = {50: "median length", 90: "90% quantile", 99: "99% quantile", 100: "longest"}
 MAX_CLASSES = 12  # tasks with more classes have no table of classes; `--json` has them all
@@ -120,7 +120,7 @@ class DataCheck:
 def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     """Read, check and tokenise the data of a study. Raises InputError like a run of it."""
     dataset = load_data(config.data)
-    check_metric_names(config, dataset.tasks)
+    check_names(config, dataset.tasks, dataset.splits)
     check_metric_values(config, dataset)
     facts = data_facts(dataset)
     choices = getattr(config.search_space.get("encoder"), "choices", ())

@@ -27,13 +27,12 @@ from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import (
     AUTO,
     MODEL_SETTINGS,
-    OF_TASKS,
     OWN_LOOP_SETTINGS,
     TrialSettings,
 )
 from hpo.data.dataset import DataSet
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
-from hpo.errors import BrokenEncoderError, CodeError, InputError, ModelError, RunError, TrialEnd, did_you_mean
+from hpo.errors import BrokenEncoderError, CodeError, InputError, ModelError, RunError, TrialEnd
 from hpo.extensions import CALLBACKS, TRIAL, TRIALS, is_own, metrics_of
 from hpo.lost_device import lost_device_raised, raise_if_lost
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
@@ -48,13 +47,12 @@ from hpo.tasks.kind import Task, kind_of
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import drop_compiled
 from hpo.training.distributed import announce, check_same, is_distributed, next_task, rank, world_size
-from hpo.training.losses import check_loss
 from hpo.training.metrics import score
 from hpo.training.optim import own_schedule
 from hpo.trial.base_run import RATED_STEPS, BaseRun
 from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
-from hpo.trial.objectives import check_metric_names, check_metric_values, limited_values
+from hpo.trial.objectives import check_metric_values, check_names, limited_values
 from hpo.trial.own_loop import Run
 from hpo.trial.own_trial import Checked, OwnConfig, OwnParts, OwnTrial, Params
 from hpo.trial.parts import TrialLoader, build_trial
@@ -111,13 +109,9 @@ class Executor:
         study = self.study
         self.loader = TrialLoader(self.resolved, self.runs_dir)
         self.dataset, self.tasks = self.loader.dataset, self.loader.tasks
-        check_metric_names(study, self.tasks)
+        check_names(study, self.tasks, self.dataset.splits)
         if self._checks_values:
             check_metric_values(study, self.dataset)
-        if study.evaluation.test and "test" not in self.dataset.splits:
-            splits = ", ".join(self.dataset.splits)
-            raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
-        self._check_named_settings()
 
     @property
     def fingerprint(self) -> str:
@@ -135,19 +129,6 @@ class Executor:
     @property
     def amp(self) -> AmpConfig:
         return self.resolved.amp
-
-    def _check_named_settings(self) -> None:
-        """Raise InputError for a loss that fits no task, or for a setting of an unknown task."""
-        space = self.study.search_space
-        searched = getattr(space.get("loss"), "choices", ())
-        for loss in (self.study.training.loss, *searched):
-            check_loss(self.tasks, loss)
-        names = [task.name for task in self.tasks]
-        for prefix, field in OF_TASKS.items():
-            searched_names = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
-            for name in sorted(searched_names | getattr(self.study.training, field).keys()):
-                if name not in names:
-                    raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Return the folder of a trial's checkpoints."""

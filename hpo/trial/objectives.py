@@ -1,4 +1,4 @@
-"""The metrics of objectives and limits: their names and values, the best evaluation, patience.
+"""What a study names in its data; values of objectives and limits, the best evaluation, patience.
 
 score                        the mean of all tasks' primary metrics; an r2 below 0 counts as 0
 <task>/<metric>              one metric of one task
@@ -6,23 +6,42 @@ train_examples_per_second    or another of `limits.MEASURED_METRICS`: a cost of 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from hpo.code import errors_of_code
 from hpo.config.limits import MEASURED_METRICS, ObjectiveConfig
 from hpo.config.sections import EvaluationConfig
 from hpo.config.study_config import StudyConfig
+from hpo.config.trial_settings import OF_TASKS
 from hpo.data.dataset import DataSet
 from hpo.errors import InputError, did_you_mean
 from hpo.tasks.kind import Task, kind_of
+from hpo.training.losses import check_loss
 from hpo.training.metrics import primary_mean, score
 
 REPORTED = "reported"
 """The task of metrics that a study's own training loop reports without one."""
 
 
-def check_metric_names(study: StudyConfig, tasks: Sequence[Task]) -> None:
+def check_names(study: StudyConfig, tasks: Sequence[Task], splits: Collection[str]) -> None:
+    """Raise InputError unless the metrics, losses, tasks and the test split that the study names exist."""
+    _check_metric_names(study, tasks)
+    if study.evaluation.test and "test" not in splits:
+        raise InputError(
+            f"evaluation.test: the data must have a test split, but they have {', '.join(splits)}."
+        )
+    space, names = study.search_space, [task.name for task in tasks]
+    for loss in (study.training.loss, *getattr(space.get("loss"), "choices", ())):
+        check_loss(tasks, loss)
+    for prefix, field in OF_TASKS.items():
+        searched = {name.removeprefix(prefix) for name in space if name.startswith(prefix)}
+        for name in sorted(searched | getattr(study.training, field).keys()):
+            if name not in names:
+                raise InputError(f"{prefix}{name}: there is no such task.{did_you_mean(name, names)}")
+
+
+def _check_metric_names(study: StudyConfig, tasks: Sequence[Task]) -> None:
     """Raise InputError unless each metric of an objective or a limit exists."""
     task_metrics = [f"{task.name}/{name}" for task in tasks for name in task.metrics]
     known = ["score", *task_metrics, *MEASURED_METRICS]

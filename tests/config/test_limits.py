@@ -2,10 +2,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import tiny_executor, tiny_study
+from support.tiny import tiny_study
 
 from hpo.config.limits import Limit, broken_limits, violation, violations
-from hpo.errors import InputError, StudyFileError
+from hpo.errors import StudyFileError
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,6 @@ from hpo.errors import InputError, StudyFileError
 def test_bad_limits_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(StudyFileError, match=rf"tiny\.yaml:\d+: constraints\.{message}"):
         tiny_study(tmp_path, constraints=given)
-
-
-def test_unknown_task_is_refused_before_first_trial(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"constraints: no task .*Did you mean `criteria/f1_macro`"):
-        tiny_executor(tmp_path, constraints={"criteria/f1_makro": {"min": 0.5}})
 
 
 def test_violations_are_shares_of_limits() -> None:

@@ -18,7 +18,7 @@ from hpo.tasks.kind import Task
 from hpo.training.metrics import primary_mean
 from hpo.trial import objectives
 from hpo.trial.executor import build_executor
-from hpo.trial.objectives import check_metric_names, decision_metrics, objective_value
+from hpo.trial.objectives import check_names, decision_metrics, objective_value
 
 TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
@@ -38,12 +38,35 @@ def test_missing_metric_is_an_error_and_never_nan() -> None:
 )
 def test_unknown_metric_gets_the_nearest_name(key: str, content: Any, tmp_path: Path) -> None:
     study = tiny_study(tmp_path, **{key: content})
+    data = load_data(study.data)
     with pytest.raises(InputError, match=rf"^{key}.*'criteria/f1_macor'\. Did you mean `criteria/f1_macro`"):
-        check_metric_names(study, load_data(study.data).tasks)
+        check_names(study, data.tasks, data.splits)
 
 
 def load_and_check(folder: Path, **study: Any) -> DataCheck:
     return check_data(tiny_study(folder, **study), folder)
+
+
+@pytest.mark.parametrize("check", [tiny_executor, load_and_check])
+@pytest.mark.parametrize(
+    ("study", "message"),
+    [
+        ({"training": {"loss_weight": {"sevrity": 2}}}, r"^loss_weight\.sevrity: .* mean `severity`\?"),
+        (
+            {"search_space": {"head_type.sevrity": {"type": "categorical", "choices": ["linear", "mlp"]}}},
+            r"^head_type\.sevrity: .* mean `severity`\?",
+        ),
+        ({"evaluation": {"test": True}}, "^evaluation.test: the data must have a test split"),
+    ],
+)
+def test_a_study_that_names_something_unknown_is_refused(
+    study: dict[str, Any], message: str, check: Any, tmp_path: Path
+) -> None:
+    rows = [{"id": "1", "text": "bad", "labels": {"severity": "high"}}]
+    tasks = {"severity": {"kind": "single_label", "classes": ["low", "high"]}}
+    write_set(tmp_path / "set", tasks, train=rows, validation=[rows[0] | {"id": "2"}])
+    with pytest.raises(InputError, match=message):
+        check(tmp_path, **study, data={"source": "jsonl", "path": str(tmp_path / "set")})
 
 
 @pytest.mark.parametrize("check", [tiny_executor, load_and_check])
