@@ -1,4 +1,4 @@
-"""What a study names in its data; values of objectives and limits, the best evaluation, patience.
+"""Names of a study that must exist in its data; objectives and limits, the best evaluation, patience.
 
 score                        the mean of all tasks' primary metrics; an r2 below 0 counts as 0
 <task>/<metric>              one metric of one task

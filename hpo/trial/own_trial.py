@@ -144,7 +144,7 @@ class OwnTrial(BaseRun):
         """The end of the last optimiser step; None: a report came after it."""
         self._seen: Observation | None = None
         self._steps_of_amp = set[bool]()
-        """Whether a step was made by `Amp.step`, for all steps of this process."""
+        """True for a step of `Amp.step`, False for another step; of all steps of this process."""
         self._ended: HpoError | None = None
         self._is_set_up = False
 

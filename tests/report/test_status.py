@@ -49,7 +49,7 @@ def test_rate_omits_trials_without_training() -> None:
     assert study_status(record(*failed))["trials_per_hour"] is None
 
 
-def test_rate_counts_the_time_of_paused_trials_that_ended_together() -> None:
+def test_rate_counts_the_time_of_paused_trials() -> None:
     """At the end of a study all of its paused trials end in one second, each with the time of its starts."""
     ended = [replace(at(number, 0, 605), attributes={"active_seconds": 120.0}) for number in range(5)]
     assert study_status(record(*ended))["trials_per_hour"] == pytest.approx(20)

@@ -59,7 +59,7 @@ def load_and_check(folder: Path, **study: Any) -> DataCheck:
         ({"evaluation": {"test": True}}, "^evaluation.test: the data must have a test split"),
     ],
 )
-def test_a_study_that_names_something_unknown_is_refused(
+def test_unknown_names_in_a_study_are_refused(
     study: dict[str, Any], message: str, check: Any, tmp_path: Path
 ) -> None:
     rows = [{"id": "1", "text": "bad", "labels": {"severity": "high"}}]

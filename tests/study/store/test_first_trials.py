@@ -95,7 +95,7 @@ def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
         ("front", "`first.study` of `tiny`: There is no study `front` in"),
     ],
 )
-def test_an_earlier_study_that_cannot_be_ranked_is_refused(storage: Storage, name: str, message: str) -> None:
+def test_an_earlier_study_without_a_ranking_is_refused(storage: Storage, name: str, message: str) -> None:
     create_or_resume_study(
         storage, study(1, name="fronts", objective=[{"metric": "score"}, {"metric": "topic/f1_macro"}])
     )
