@@ -164,7 +164,7 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
     if state == "finished" and config.comparison is None:
-        typer.echo("To add trials, raise " + ("--hours." if config.budget else "--n-trials."))
+        typer.echo(f"To add trials, raise --{'hours' if config.budget else 'n-trials'} of `hpo run`.")
     if opened.left_out:
         reasons = " ".join(dict.fromkeys(opened.left_out.values()))
         typer.echo(

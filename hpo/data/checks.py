@@ -246,7 +246,7 @@ def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator
             if num and num >= 0.01 * (total := sum(lengths.num_spans[task].values())):
                 yield (
                     f"{_part(num, total, 'span', f'`{task}`')} lost at `max_length` {cut.max_length}: "
-                    f"{remedy if cuts_off else 'raise `data.stride`'}."
+                    f"{remedy if cuts_off else 'raise `max_length`, or `data.stride` for shorter spans'}."
                 )
         num_over = sum(cut.num_over.values())
         if cuts_off and num_over >= 0.05 * num_texts and not any(lost.values()):

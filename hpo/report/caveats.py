@@ -135,15 +135,14 @@ def _lost_text(record: StudyRecord) -> Iterator[Notice]:
         return
     # Trials may differ in max_length: the notice describes the one that lost most.
     _, num_cut, number, data = max(losses, key=lambda one: one[:3])
-    advice = "Nothing is learned from it. Raise `max_length`, or set `data.long_text: window`"
+    has_windows = record.definition["data"].get("long_text") == "window"
+    remedy = "`data.stride` for shorter spans" if has_windows else "set `data.long_text: window`"
     lost = {task: num for task, num in sorted(data["num_lost_spans"].items()) if num}
     spans = "".join(f", {num:,} true spans of {task} lost" for task, num in lost.items())
-    if data["num_lost_spans"]:
-        advice += "; a span longer than the overlap of windows needs a larger `data.stride`"
     yield Notice(
-        f"Training text was cut at `max_length` in {plural(len(losses), 'trial')}; most in trial {number}: "
+        f"Training text was lost at `max_length` in {plural(len(losses), 'trial')}; most in trial {number}: "
         f"{num_cut:,} of {data['num_examples']:,} texts cut{spans}.",
-        f"{advice}.",
+        f"Nothing is learned from it. Raise `max_length`, or {remedy}.",
     )
 
 

@@ -59,8 +59,9 @@ class Params(Mapping[str, Any]):
         if name not in self._values:
             known = ", ".join(self._values)
             raise InputError(
-                f"run.params: the study must fix `{name}` under `training` or search it in `search_space`, "
-                f"but it has {known}. Where a `when` leaves a setting out, use run.params.get(...)."
+                f"run.params: the study must fix `{name}` under `training` or search it in `search_space` "
+                f"(`hpo train` also needs --param {name}=VALUE), but it has {known}. Where a `when` leaves a "
+                "setting out, use run.params.get(...)."
             )
         self._unread.discard(name)
         return self._values[name]

@@ -126,7 +126,7 @@ BOTH, CALM = {"calm": 1, "angry": 1}, {"calm": 1, "angry": 0}
         ([], {"leaks": LEAK}, "2 of 100 texts (2.0 %) of validation are in train too (row `v1` is `r1`)"),
         ([], {"over": 50}, "50 of 200 texts (25.0 %) of the data are cut at `max_length` 16: set"),
         ([], {"lost": 100}, "100 of 100 spans (100.0 %) of `who` are lost at `max_length` 16: set"),
-        ([], {"lost": 100, "long_text": "window"}, "are lost at `max_length` 16: raise `data.stride`."),
+        ([], {"lost": 100, "long_text": "window"}, "16: raise `max_length`, or `data.stride` for"),
         ([task(BOTH, num_annotated=ROWS | {"train": 4})], {}, "96 of 100 rows (96.0 %) of train are not"),
         ([task(BOTH, num_annotated=ROWS | {"train": 1}, num_rows=ROWS | {"train": 1})], {}, "be learnt"),
         ([task({"calm": 0, "angry": 1})], {}, "`tone`: no row has `calm`: is the spelling that of the data?"),

@@ -29,6 +29,19 @@ def test_notices_name_the_limits_of_a_study(text: str) -> None:
     assert text in texts(fake_record().trials)
 
 
+@pytest.mark.parametrize(
+    ("long_text", "remedy"),
+    [("truncate", "set `data.long_text: window`."), ("window", "`data.stride` for shorter spans.")],
+)
+def test_lost_spans_have_a_remedy_of_the_study(long_text: str, remedy: str) -> None:
+    trial = fake_trial(0, "fp32")
+    trial.telemetry["data"] = {"num_examples": 9, "num_cut_examples": 0, "num_lost_spans": {"who": 5}}
+    definition = fake_record().definition | {"data": {"long_text": long_text}}
+    notices = caveats(tables_of([trial], definition=definition))
+    (notice,) = [one for one in notices if "5 true spans of who lost" in one.text]
+    assert notice.advice == f"Nothing is learned from it. Raise `max_length`, or {remedy}"
+
+
 def test_equal_configurations_under_every_precision_have_no_caveat() -> None:
     trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16"] * 3)]
     for trial in trials:

@@ -287,7 +287,7 @@ def test_unseen_products_are_unverified(tmp_path: Path, loop: str, reason: str) 
     [
         ("torch.optim.AdamW", "torch.optim.AdamV", r"own\.py:\d+: AttributeError: .*AdamV"),
         ("(ROWS[:8]", "(ROWS[:8] * torch.nan", "cannot run in fp32: .*not finite in fp32"),
-        ('run.params["width"]', 'run.params["depth"]', "must fix `depth` under `training` or search it"),
+        ('run.params["width"]', 'run.params["depth"]', r"must fix `depth` .* search .*--param depth=VALUE"),
         ("    run.keep(", f"    {PREPARED}\n    run.keep(", "once"),
         ("optimizer=optimizer)", "optimizer=3)", "`optimizer` must have `state_dict`"),
         ("run.keep(model=model, ", "run.keep(", r"must hold the model of `run.prepare`"),
