@@ -70,14 +70,15 @@ def state_facts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the dtypes of the stored moments, their bytes, and their bytes in fp32.
 
     `states` has a mapping for each weight: from a moment's name to an fp32 tensor or the result of `encode`.
+    Single numbers, such as a count of steps, are left out.
     """
     dtypes: Counter[str] = Counter()
     num_bytes = elements = 0
     for state in states:
-        for name, value in state.items():
-            if name not in SIGNED:
-                continue
+        for value in state.values():
             tensors = list(value.values()) if isinstance(value, Mapping) else [value]
+            if not isinstance(tensors[0], Tensor) or not tensors[0].dim():
+                continue
             dtypes[str(tensors[0].dtype).removeprefix("torch.")] += 1
             num_bytes += sum(tensor.nbytes for tensor in tensors)
             elements += tensors[0].numel()
