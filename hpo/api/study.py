@@ -213,7 +213,7 @@ class Study(ManagedStudy):
     def verify(self, repeats: int = 3) -> list[PrecisionCheck]:
         """Check each precision on this device: support, errors, speed and memory against fp32.
 
-        `repeats`: number of timed passes of each precision; the fastest counts.
+        `repeats`: number of timed passes of each precision; their median counts.
         """
         check_positive(repeats=repeats)
         config = to_run(self.config)

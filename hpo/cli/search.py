@@ -39,7 +39,7 @@ def check(study: hpo.Study) -> Any:
 
 @study_command(
     *TRUST,
-    repeats=optional(int, "N", "Timed passes of each precision; the fastest counts.", min=1, default="3"),
+    repeats=optional(int, "N", "Timed passes of each precision; their median counts.", min=1, default="3"),
 )
 def verify(study: hpo.Study, **options: Any) -> Answer:
     """Check each precision on this machine: support, errors, speed and memory against fp32."""

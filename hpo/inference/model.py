@@ -126,7 +126,7 @@ class TrainedModel(nn.Module):
 
         The default is the trial's precision, or fp32 with a warning if the device lacks it. An ONNX model has
         one precision and runs on the CPU. Raises InputError if there is no such device, ModelError if it
-        cannot run the precision.
+        cannot run the precision, or if the present one has changed the weights.
         """
         info = _device_info(device)
         if isinstance(self.network, OnnxNetwork):
@@ -138,8 +138,11 @@ class TrainedModel(nn.Module):
             if lacking := base_lacks(chosen.frozen, info):
                 raise InputError(lacking)
         if self._precision != chosen:
-            if self._precision.float8:
-                raise ModelError("a model in fp8 cannot change its precision: load it again with `hpo.load`.")
+            now = self._precision
+            if now.float8 or (now.changes_weights and now.name != self.settings.precision):
+                raise ModelError(
+                    f"a model in {now.name} cannot change its precision: load it again with `hpo.load`."
+                )
             set_float32_parts(self.network, self.settings.fp32_parts if chosen.autocast else ())
             self.network = cast(MultitaskModel, prepare_model(self.network, chosen))
         self._precision, self._device_info = chosen, info

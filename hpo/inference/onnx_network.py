@@ -134,7 +134,8 @@ def load_onnx(
     except (LookupError, TypeError) as error:
         raise ModelError(not_intact(directory, error)) from error
     network = OnnxNetwork(directory / "model.onnx", tasks, onnx_settings)
-    return network.eval(), load_tokenizer(str(directory), trust_remote_code=trust_remote_code), settings
+    tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code, saved_class=True)
+    return network.eval(), tokenizer, settings
 
 
 def missing_packages() -> str:

@@ -69,9 +69,16 @@ def attention_on(device: str, attention: str) -> str:
 
 
 def load_tokenizer(
-    encoder: str | Mapping[str, Any], *, revision: str | None = None, trust_remote_code: bool = False
+    encoder: str | Mapping[str, Any],
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    saved_class: bool = False,
 ) -> PreTrainedTokenizerBase:
     """Return the encoder's tokenizer.
+
+    transformers may choose the tokenizer's class by the type of the encoder: with BERT's tokenizer beside a
+    Qwen2, the ids of a text would change. `saved_class` keeps the class of `tokenizer_config.json`.
 
     Raises ModelError if there is none, if it does not map tokens to characters, or if an id is beyond the
     encoder's `vocab_size`.
@@ -83,7 +90,10 @@ def load_tokenizer(
     folder = encoder_folder(source, revision)
     with _as_model_error(f"the tokenizer of {source}", folder=folder):
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
+            folder,
+            config=PreTrainedConfig() if saved_class else None,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
         )
         config = PreTrainedConfig.get_config_dict(folder)[0] if isinstance(encoder, str) else encoder
         vocab_size = config.get("vocab_size")

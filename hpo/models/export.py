@@ -224,7 +224,7 @@ def load_exported(
         model.load_state_dict(encoder_state | heads)
     except _DAMAGES as error:
         raise ModelError(not_intact(directory, error)) from error
-    tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code, saved_class=True)
     return model.eval(), tokenizer, settings
 
 

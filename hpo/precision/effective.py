@@ -53,6 +53,7 @@ from hpo.random_numbers import manual_seed
 
 KEPT_BY = {30: "float64", 12: "float32", 9: "tf32", 5: "bfloat16", 2: "float8"}
 """{k: the narrowest format that keeps a fraction of 2^-k}, the widest first."""
+COMPILED = "the code of the model compiles it, and only the uncompiled model was measured."
 UNVERIFIED = "the precision of the products is unverified"
 SMALL = 2.0**-30
 """A factor that moves the weights below the range of float16 but not of tf32."""
@@ -86,12 +87,12 @@ class Observation:
     compiled: Agreement | None = None
     """The agreement of the compiled model; None: the model is eager."""
 
-    def telemetry(self, *, compiled: bool) -> dict[str, Any]:
+    def telemetry(self) -> dict[str, Any]:
         return {
             "linear_products": dict(Counter("/".join(sorted(each)) for each in self.products.values())),
             "tf32": tf32_is_on(),
             "reduced_precision_reduction": reduced_precision_reduction(),
-            "compiled": compiled,
+            "compiled": self.compiled is not None,
             **self.float8,
         }
 
@@ -162,10 +163,21 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         float8=float8_facts(model),
         float8_weights=frozenset(float8_weights(model)),
         float32_weights=float32_weights(model),
+        compiled=Agreement(None, COMPILED) if compiled_modules(model) else None,
     )
     # The operators of parts compiled by the model itself are visible only if these run eagerly.
     with torch.compiler.set_stance("force_eager"), _Products(model, seen):
         yield seen
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the names of compiled modules. "" is the model itself."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if module._compiled_call_impl is not None
+        or "_orig_mod" in module._modules  # a wrapper of `torch.compile`
+    ]
 
 
 class _Products(TorchDispatchMode):

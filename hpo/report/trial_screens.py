@@ -44,7 +44,7 @@ def verification(checks: Sequence[PrecisionCheck], device: str, advice: str) -> 
     yield Text(device, style="bold")
     yield "", [_precision(check) for check in checks]
     yield Text(
-        "Speed and memory against fp32: forward and backward of a micro-batch, the fastest of the repeats.",
+        "Speed (median of the repeats) and memory against fp32: forward and backward of a micro-batch.",
         style="dim",
     )
     yield from (f"{check.name}: {check.note}" for check in checks if check.note)

@@ -8,7 +8,7 @@ evaluation, and do not count as training.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpo.data.batches import Batch
 from hpo.device import DeviceInfo, synchronize
@@ -46,16 +46,6 @@ def apply_compile(model: MultitaskModel, mode: str, scope: str = "model") -> Mul
 def drop_compiled(device: DeviceInfo) -> None:
     torch._dynamo.reset()
     release_free_memory(device)
-
-
-def compiled_modules(model: nn.Module) -> list[str]:
-    """Return the names of compiled modules. "" is the model itself."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if module._compiled_call_impl is not None
-        or "_orig_mod" in module._modules  # a wrapper of `torch.compile`
-    ]
 
 
 def compile_shapes(

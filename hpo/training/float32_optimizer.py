@@ -20,6 +20,7 @@ decoded moments, on every device. Tensors with less than `MIN_ELEMENTS` keep fp3
 not divide a tensor, zeros fill the last block; torchao keeps fp32 there.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -69,14 +70,15 @@ def state_facts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the dtypes of the stored moments, their bytes, and their bytes in fp32.
 
     `states` has a mapping for each weight: from a moment's name to an fp32 tensor or the result of `encode`.
+    Single numbers, such as a count of steps, are left out.
     """
     dtypes: Counter[str] = Counter()
     num_bytes = elements = 0
     for state in states:
-        for name, value in state.items():
-            if name not in SIGNED:
-                continue
+        for value in state.values():
             tensors = list(value.values()) if isinstance(value, Mapping) else [value]
+            if not isinstance(tensors[0], Tensor) or not tensors[0].dim():
+                continue
             dtypes[str(tensors[0].dtype).removeprefix("torch.")] += 1
             num_bytes += sum(tensor.nbytes for tensor in tensors)
             elements += tensors[0].numel()
@@ -119,7 +121,8 @@ class Float32Optimizer(Optimizer):
 
     A step copies weights and gradients into the stand-ins, runs the inner optimiser, and rounds the weights
     back. It holds at most one chunk of stand-ins at a time, with decoded moments. fp32 parameters are stepped
-    in place. Weights in `fp32_state` have moments in fp32 under every `kind`.
+    in place. Weights in `fp32_state` have moments in fp32 under every `kind`. If the inner optimiser is
+    `unknown`, it is made over the real values and steps all weights at once: it may copy or combine them.
     """
 
     def __init__(
@@ -128,16 +131,22 @@ class Float32Optimizer(Optimizer):
         build: Callable[[list[dict[str, Any]]], Optimizer],
         kind: str = "fp32",
         fp32_state: Collection[Tensor] = (),
+        *,
+        unknown: bool = False,
     ) -> None:
         super().__init__(groups, {})
         weights = [weight for group in self.param_groups for weight in group["params"]]
-        stand_ins = {weight: nn.Parameter(weight.new_empty(0, dtype=torch.float32)) for weight in weights}
+        values = {weight: weight.detach() if unknown else weight.new_empty(0) for weight in weights}
+        stand_ins = {weight: nn.Parameter(value.to(torch.float32)) for weight, value in values.items()}
         self.inner = build(
             [{**group, "params": [stand_ins[w] for w in group["params"]]} for group in self.param_groups]
         )
+        for stand_in in stand_ins.values():
+            stand_in.data = stand_in.new_empty(0)
         start_momentum(self.inner, {stand_in: weight for weight, stand_in in stand_ins.items()})
         _copy_options(self.inner.param_groups, self.param_groups)
-        self.chunks = list(_chunks(stand_ins.items(), CHUNK_ELEMENTS if kind == "fp32" else DECODED_ELEMENTS))
+        most = CHUNK_ELEMENTS if kind == "fp32" else DECODED_ELEMENTS
+        self.chunks = list(_chunks(stand_ins.items(), math.inf if unknown else most))
         self.kind = kind
         self._order: dict[Tensor, int] = {stand_in: n for n, stand_in in enumerate(stand_ins.values())}
         in_fp32 = {id(weight) for weight in fp32_state}
@@ -209,7 +218,7 @@ def start_momentum(optimizer: Optimizer, weights: Mapping[Tensor, Tensor]) -> No
             optimizer.state[parameter]["momentum_buffer"] = momentum
 
 
-def _chunks(rows: Iterable[tuple[Tensor, ...]], num_elements: int) -> Iterator[list[tuple[Tensor, ...]]]:
+def _chunks(rows: Iterable[tuple[Tensor, ...]], num_elements: float) -> Iterator[list[tuple[Tensor, ...]]]:
     """Cut rows into chunks with at most `num_elements` in their first tensors. A larger row is alone."""
     chunk: list[tuple[Tensor, ...]] = []
     size = 0

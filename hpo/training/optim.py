@@ -150,7 +150,7 @@ def build_optimizer(
         optimizer = build(copies)
         start_momentum(optimizer, {parameter: parameter for parameter in parameters})
         return optimizer
-    return Float32Optimizer(copies, build, state, fp32_state)
+    return Float32Optimizer(copies, build, state, fp32_state, unknown=name not in OPTIMIZERS)
 
 
 def _own_optimizer(name: str, options: Any, groups: Sequence[Mapping[str, Any]]) -> Optimizer:

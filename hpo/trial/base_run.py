@@ -154,7 +154,7 @@ class BaseRun(ABC):
             if compatibility.verdict == end.outcome:
                 raise end(" ".join((*compatibility.reasons, *more)))
 
-    def note_observed(self, seen: Observation, *, compiled: bool = False, unverified: str = "") -> Agreement:
+    def note_observed(self, seen: Observation, unverified: str = "") -> Agreement:
         """Record the observed precision of the model.
 
         `unverified` is a reason why the observation does not show the precision of the training.
@@ -163,7 +163,7 @@ class BaseRun(ABC):
         agreement = Agreement(None, unverified) if unverified else seen.agreement(resolution.precision)
         agrees, reason = agreement
         observed = {
-            "observed": seen.telemetry(compiled=compiled),
+            "observed": seen.telemetry(),
             "agrees": agrees,
             "reason": " ".join(filter(None, (resolution.reason, reason))),
             "observed_reason": reason,  # without the reason of a fallback

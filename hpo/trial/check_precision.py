@@ -49,7 +49,7 @@ def check_precision(
         batch: an argument of `loss_of_batch` on the model's device. Floating-point tensors are bf16 under
             `bf16-true`.
         precision: as a trial's `fp_precision`: fp32, tf32, bf16, fp16, bf16-true or fp8.
-        repeats: timed passes of each side, uncompiled and in turn, at least 1; the fastest counts.
+        repeats: timed passes of each side, uncompiled and in turn, at least 1; their median counts.
 
     Returns:
         The verdict by the default bounds of studies with every reason, the measurement, and the costs of the

@@ -33,10 +33,10 @@ from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.effective import Agreement, Observation, observe_model, restored
 from hpo.precision.table import PRECISIONS, AmpConfig
-from hpo.training.compilation import compiled_modules, drop_compiled
+from hpo.training.compilation import drop_compiled
 from hpo.trial.parts import TrialParts
 
-MEASUREMENT_VERSION = 12
+MEASUREMENT_VERSION = 13
 """Raise it when the measurement changes. Cached results of another version are measured again."""
 
 BEFORE_COMPILE = (
@@ -297,7 +297,7 @@ def _attempt(
             nonfinite=broken,
             **(side.origin() if broken else {}),
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
-            observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
+            observed=seen.telemetry(),
             agrees=agrees,
             disagreement=reason,
         )

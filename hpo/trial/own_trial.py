@@ -27,11 +27,10 @@ from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import OWN_LOOP_SETTINGS
 from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
-from hpo.precision.effective import Agreement, Observation
+from hpo.precision.effective import COMPILED, Agreement, Observation, compiled_modules
 from hpo.precision.table import AmpConfig, Resolution
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
-from hpo.training.compilation import compiled_modules
 from hpo.training.evaluate import Evaluation
 from hpo.training.float32_optimizer import state_facts
 from hpo.training.throughput import TrainingClock
@@ -40,8 +39,6 @@ from hpo.trial.objectives import task_and_name
 from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
 
 _logger = logging.getLogger(__name__)
-
-COMPILED = "the loop compiles the model, and a compiled model was not measured."
 
 
 class Checked(HpoError):
@@ -284,10 +281,9 @@ class OwnTrial(BaseRun):
         for name, formats in self._seen.products.items() if self._seen else ():
             seen.products[name] |= formats
         self._seen = seen
-        is_compiled = bool(compiled_modules(model))
-        if is_compiled:
+        if compiled_modules(model):
             seen.compiled = Agreement(None, COMPILED)
-        return self.note_observed(seen, compiled=is_compiled)
+        return self.note_observed(seen)
 
     def _note_unverified(self) -> None:
         """Record if nothing shows the precision of the training."""

@@ -23,7 +23,7 @@ from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
-from hpo.training.compilation import compile_shapes, compiled_modules, run_both_modes
+from hpo.training.compilation import compile_shapes, run_both_modes
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import AfterStep, Learner, TrainingHooks, train
 from hpo.training.optim import optimizer_state_facts
@@ -108,7 +108,7 @@ class TrialRun(BaseRun):
         if parts.compile is not None:
             self._compile(parts.compile)
             seen.compiled = self._observe_compiled(seen)
-        self.note_observed(seen, compiled=bool(compiled_modules(parts.model)))
+        self.note_observed(seen)
         if parts_noted := self.recorder.telemetry().get("fp32_parts"):
             names = parts.config.fp32_parts
             by_part = part_facts(parts.model, names, seen, resolution.precision)

@@ -13,7 +13,7 @@ from support.tiny_encoders import copy_export
 from support.tiny_loop import config_of
 
 import hpo
-from hpo.errors import DataError, RunError
+from hpo.errors import DataError, ModelError, RunError
 from hpo.inference import model as inference
 from hpo.inference.model import Prediction, TrainedModel
 from hpo.tasks.example import Example
@@ -121,7 +121,10 @@ def test_native_precision(exported: Exported, tmp_path: Path, monkeypatch: Any, 
     assert 1e-6 < np.abs(first - in_fp32).max() < 0.05
     assert (first == again).all()
     assert exact.use("cpu", "bf16-true").network.heads[0][-1].weight.dtype == torch.bfloat16
-    assert exact.use("cpu", "fp32").network.heads[0][-1].weight.dtype == torch.float32
+    with pytest.raises(ModelError, match="a model in bf16-true cannot change its precision: load it again"):
+        exact.use("cpu", "fp32")  # its weights have been rounded
+    rounded = hpo.load(copy_export(exported.folder, tmp_path / "rounded", precision="bf16-true"))
+    assert rounded.use("cpu", "fp32").network.heads[0][-1].weight.dtype == torch.float32
 
     monkeypatch.setattr(inference, "probe_device", lambda _kind: CPU)
     with caplog.at_level(logging.WARNING, "hpo.inference"):

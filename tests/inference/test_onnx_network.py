@@ -1,3 +1,4 @@
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def test_precision_attention_and_device_are_fixed(folder: Path, tmp_path: Path) 
         hpo.load(folder / "onnx", attention="eager")
     # The trial's precision says nothing about the graph's.
     assert hpo.load(copy_export(folder / "onnx", tmp_path, precision="bf16")).precision == "fp32"
+
+
+def test_tokenizer_beside_another_type_of_encoder(folder: Path, tmp_path: Path) -> None:
+    copy = copy_export(folder / "onnx", tmp_path, checksums={})
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "qwen2", "vocab_size": 31_000}))
+    tokenizers = [hpo.load(each).tokenizer for each in (copy, folder / "onnx")]
+    assert tokenizers[0]("can't sleep") == tokenizers[1]("can't sleep")
 
 
 def test_threads_follow_pytorch(folder: Path) -> None:

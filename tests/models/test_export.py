@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from support.tiny_encoders import FAMILIES, KIND_TASKS, dropout_rates, make_batch, make_model
+from support.tiny_encoders import DECODER_SIZES, FAMILIES, KIND_TASKS, dropout_rates, make_batch, make_model
 from transformers import AutoModel
 
 from hpo.errors import ModelError, RunError
@@ -52,6 +52,15 @@ def test_exported_logits_are_equal_bit_for_bit(family: str, tmp_path: Path) -> N
         by_transformers = AutoModel.from_pretrained(tmp_path / "export", attn_implementation=attention)
         hidden = by_transformers(*make_batch()).last_hidden_state
         assert torch.equal(hidden, model.encoder(*make_batch()).last_hidden_state)
+
+
+@pytest.mark.parametrize("vocab_size", [None, 31_000])
+def test_tokenizer_beside_another_type_of_encoder(tmp_path: Path, vocab_size: int | None) -> None:
+    """transformers would load Qwen2's tokenizer with another vocabulary."""
+    config = {"model_type": "qwen2", **DECODER_SIZES} | ({"vocab_size": vocab_size} if vocab_size else {})
+    tokenizer = load_exported(exported(tmp_path / "export", make_model(config)))[1]
+    text = "Anxious and tired, can't sleep"
+    assert tokenizer(text) == load_tokenizer("minilm")(text)
 
 
 def test_export_replaces_only_an_export(folder: Path, tmp_path: Path) -> None:

@@ -78,6 +78,16 @@ def test_agreement_of_compiled_models(compute: Compute, name: str, compiles: boo
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
+def test_bias_hides_no_product(name: str) -> None:
+    """Rare classes begin with such a bias."""
+    model, step = prepared(name)
+    for head in model.heads:
+        nn.init.constant_(head.get_parameter("1.bias"), -5.0)
+    with unchanged(model):
+        assert judged(model, step, name) == (True, "")
+
+
 @pytest.mark.parametrize(
     ("name", "real", "reason"),
     [

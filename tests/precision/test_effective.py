@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.precision.amp import backend_flags, prepare_model
-from hpo.precision.effective import Observation, _planted
+from hpo.precision.effective import COMPILED, Observation, _planted
 from hpo.precision.table import PRECISIONS
 
 
@@ -243,8 +243,21 @@ def test_hidden_formats(compute: planted.Compute, name: str, reason: str) -> Non
     seen = observed(name, tiny_model(WithOwn(compute)), batch.input_ids_BL, batch.attention_mask_BL)
     agreement = seen.agreement(PRECISIONS[name])
     assert (agreement.agrees, reason in agreement.reason) == (not reason, True)
-    formats = seen.telemetry(compiled=False)["linear_products"]
+    formats = seen.telemetry()["linear_products"]
     assert (sum(formats.values()), len(formats) == 1) == (6, not reason)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_module_compiled_by_other_code_is_unverified(wraps: bool) -> None:
+    """Its operators are seen only if they run uncompiled."""
+    batch, model = tiny_batch(), tiny_model()
+    if wraps:
+        model.heads[0] = torch.compile(model.heads[0], backend="eager")
+    else:
+        model.heads[0].compile(backend="eager")
+    seen = observed("bf16", model, batch.input_ids_BL, batch.attention_mask_BL)
+    assert seen.agreement(PRECISIONS["bf16"]) == (None, COMPILED)
+    assert seen.telemetry()["compiled"]
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16-true"])
@@ -275,4 +288,4 @@ def test_real_encoders_agree(family: str) -> None:
         model = MultitaskModel(encoder, TASKS, HeadSettings(pooling="attention"))
         seen = observed(name, model, *make_batch())
         assert seen.agreement(PRECISIONS[name]) == (True, "")
-        assert seen.telemetry(compiled=False)["linear_products"].keys() == {PRECISIONS[name].products}
+        assert seen.telemetry()["linear_products"].keys() == {PRECISIONS[name].products}

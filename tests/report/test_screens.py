@@ -11,7 +11,7 @@ from support.detailed_documents import document, nothing_known, task_document
 from support.tiny import tiny_study
 
 from hpo.outcome import Outcome
-from hpo.report import best_screens, screens, terminal
+from hpo.report import best_screens, screens, terminal, trial_screens
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
 from hpo.report.screens import StudyDisplay
@@ -90,3 +90,10 @@ def test_text_of_others_is_neither_markup_nor_a_terminal_command(monkeypatch: py
     assert screen.text.count(plain) == 3
     print_parts(best_screens.detailed(Detailed(7, "test", nothing_known())))
     assert re.search(r"empty +f1_macro +–", screen.text)
+
+
+def test_speed_of_a_precision_is_a_median() -> None:
+    """As `Costs.speed_ratio`."""
+    *_, note, advice = trial_screens.verification([], "EPYC", "Use fp32.")
+    assert "Speed (median of the repeats)" in str(note)
+    assert str(advice) == "Use fp32."

@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.tiny_encoders import make_model
 
-from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile, compiled_modules
+from hpo.precision.effective import compiled_modules
+from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile
 from hpo.training.throughput import CompileClock
 
 

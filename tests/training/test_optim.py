@@ -14,6 +14,7 @@ from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpo import extensions
 from hpo.errors import ModelError
 from hpo.training import float32_optimizer
 from hpo.training.float32_optimizer import Float32Optimizer
@@ -153,6 +154,40 @@ def test_bf16_weights_step_in_fp32(name: str, chunk_elements: int, monkeypatch: 
         assert {value.dtype for value in state.values() if isinstance(value, Tensor)} <= {torch.float32}
     stand_ins = [stand_in for chunk in optimizer.chunks for _, stand_in in chunk]
     assert {(each.numel(), each.grad) for each in stand_ins} == {(0, None)}, "no memory is held"
+
+
+class SignOfAll(Optimizer):
+    """Steps by the sign of the sum of all gradients, from a copy of the first weights."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {})
+        self.weights = [weight for group in self.param_groups for weight in group["params"]]
+        for weight in self.weights:
+            self.state[weight] = {"first": weight.detach().clone(), "moved": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        stepped = [weight for weight in self.weights if weight.grad is not None]
+        sign = torch.stack([weight.grad.sum() for weight in stepped]).sum().sign()
+        for weight in stepped:
+            moved = self.state[weight]["moved"].add_(sign, alpha=-0.5)
+            weight.copy_(self.state[weight]["first"] + moved)
+
+
+@pytest.mark.parametrize("make", [SignOfAll, torch.optim.Adagrad])
+def test_own_optimizer_sees_all_bf16_weights(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float32_optimizer, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setitem(extensions.OPTIMIZERS, "own", extensions.Extension(lambda groups, _: make(groups)))
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = [nn.Parameter(torch.full((4,), value, dtype=dtype)) for value in (1.0, 2.0)]
+        optimizer = build_optimizer("own", [parameter_group(*weights, lr=0.5)])
+        for _ in range(3):
+            for weight, gradient in zip(weights, (1.0, -3.0), strict=True):
+                weight.grad = torch.full_like(weight, gradient)
+            optimizer.step()
+        ends.append(torch.cat([weight.detach().float() for weight in weights]))
+    torch.testing.assert_close(*ends, rtol=0.01, atol=0)
 
 
 STATES = [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16"), ("adamw", "int8")]

@@ -84,6 +84,18 @@ def run(kind: str, name: str = "adamw", shape: tuple[int, int] = SHAPE) -> tuple
     return weight.detach(), embedding.detach(), optimizer
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "num_bytes"), [("adamw", 8), ("lion", 4), ("sgd", 4), ("adafactor", 3 / 2)])
+def test_bytes_of_every_optimizer(name: str, num_bytes: float, dtype: torch.dtype) -> None:
+    """Adafactor has a number for each row and column."""
+    weight = nn.Parameter(torch.ones(4, 8, dtype=dtype))
+    optimizer = build_optimizer(name, [parameter_group(weight, lr=0.1)])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    facts = optimizer_state_facts(optimizer, "fp32")
+    assert (facts["dtypes"].keys(), facts["bytes"]) == ({"float32"}, num_bytes * weight.numel())
+
+
 @pytest.mark.parametrize("kind", SHORT)
 @pytest.mark.parametrize(
     ("name", "shape"), [("adamw", SHAPE), ("adam", SHAPE), ("lion", SHAPE), ("adamw", ODD), ("adamw", TINY)]

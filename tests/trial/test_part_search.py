@@ -109,7 +109,7 @@ def test_scored_and_exported_models_have_the_parts(tmp_path: Path, monkeypatch: 
     exported = export_checkpoint(executor, folder, tmp_path / "export", StoredTrial(0))
     model = hpo.load(exported, device="cpu", precision="fp16")
     assert model.predict(["The rent is too high."])[0]
-    for precision, parts in (("fp16", [SECOND]), ("bf16-true", []), ("fp16", [SECOND])):
+    for precision, parts in (("fp16", [SECOND]), ("fp32", []), ("fp16", [SECOND]), ("bf16-true", [])):
         model.use("cpu", precision)
         assert [*float32_modules(model.network)] == parts
 
