@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from support.jsonl_sets import load_set, write_set
-from support.planted_comparison import HERE, begun, planned, run, searched
+from support.planted_comparison import HERE, begun, compared, planned, run, searched
 from support.planted_comparison import lucky_score as score
 from support.worker_process import SPACE, study
 
@@ -102,6 +102,18 @@ def test_more_seeds_leave_earlier_points_unchanged(storage: Storage, config: Stu
     grown = plan.model_copy(update={"num_seeds": dict.fromkeys(plan.num_seeds, 20)}).points()
     assert grown[: len(plan.points())] == plan.points()
     assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 4
+
+
+def test_fewer_seeds_than_the_present_ones_end_a_comparison(storage: Storage, config: StudyConfig) -> None:
+    """The remedy names more seeds than there are."""
+    create_or_resume_study(storage, begun(storage, config, Request(top=1, seeds=5)))
+
+    def noisy(params: dict[str, Any]) -> float:
+        return score(params) + (params["seed"] % 3 if params["fp_precision"] == "bf16" else 0)
+
+    found = compared(storage, config, noisy, Request(max_seeds=3))
+    assert (found.plan.max_seeds, found.content["verdicts"][0]["num_runs"]) == (5, 5)
+    assert found.content["verdicts"][0]["sentence"].endswith("hpo compare tiny --max-seeds 7")
 
 
 @pytest.mark.parametrize(
