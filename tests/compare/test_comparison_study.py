@@ -74,12 +74,21 @@ def test_a_setting_of_one_precision_has_its_best_value_or_default(
     assert [one.params["init_scale"] for one in plan.configurations] == [expected]
 
 
-def test_new_seeds_follow_a_wide_range_of_searched_ones(empty: Storage) -> None:
-    space = {**SPACE, "seed": {"type": "int", "low": 0, "high": 10**9}}
-    config = study(2, search_space=space)
+@pytest.mark.parametrize(
+    ("fixed", "searched", "first"),
+    [
+        (2**32 - 1, None, FIRST_SEED),
+        (FIRST_SEED + 399, None, FIRST_SEED + 400),
+        (0, (0, 2**32 - 1), FIRST_SEED),
+        (0, (FIRST_SEED, FIRST_SEED + 300), FIRST_SEED + 400),
+    ],
+)
+def test_new_seeds_are_none_of_the_search(empty: Storage, fixed: int, searched: Any, first: int) -> None:
+    space = SPACE | ({"seed": {"type": "int", "low": searched[0], "high": searched[1]}} if searched else {})
+    config = study(2, search_space=space, training={} if searched else {"seed": fixed})
     create_or_resume_study(empty, config)
     run(empty, config, lambda _: 80.0)
-    assert planned(begun(empty, config, REQUEST)).first_seed == 10**9 + 1
+    assert planned(begun(empty, config, REQUEST)).first_seed == first
 
 
 def test_options_of_a_stored_comparison_stay(storage: Storage, config: StudyConfig) -> None:
