@@ -78,7 +78,8 @@ def open_comparison(
         )
     _refuse_changes(name, stored_plan, request.with_precisions(()) if request.precisions else request)
     if request.max_seeds is not None:
-        stored_plan = stored_plan.model_copy(update={"max_seeds": request.max_seeds})
+        most = max(request.max_seeds, *stored_plan.num_seeds.values())  # the present ones stay
+        stored_plan = stored_plan.model_copy(update={"max_seeds": most})
     if storage.trial_counts(name)["done"] < stored.num_trials:
         _refuse_device(stored, device, stored_plan, has_begun=True)
     return with_plan(stored, stored_plan)

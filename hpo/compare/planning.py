@@ -7,12 +7,13 @@ with the same error. A precision with a verdict gets no more trials.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpo.config.choices import CONFIGURATIONS, Question
+from hpo.config.choices import CONFIGURATIONS, MOST_SEEDS, Question
 from hpo.config.comparison import (
     REFERENCE,
     SEED,
@@ -23,7 +24,7 @@ from hpo.config.comparison import (
     checked_precision,
 )
 from hpo.config.limits import MEASURED_METRICS
-from hpo.config.search_space import Range, decode
+from hpo.config.search_space import decode
 from hpo.config.study_checks import trial_problems
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
@@ -36,7 +37,7 @@ from hpo.study.sampling.fronts import loss_signs
 from hpo.trial.objectives import quality_objective
 
 FIRST_SEED = 1_000_000
-"""First new seed, unless the search has had larger ones."""
+"""First new seed, unless the search has had one of those that may follow."""
 DEFAULTS: Mapping[str, Any] = {"top": 3, "seeds": 3, "max_seeds": 12, "margin": 0.5}
 
 
@@ -106,16 +107,16 @@ def plan_comparison(
             for one in best[: options["top"]]
         )
         precisions = tuple(dict.fromkeys(one.precision for one in configurations))
-    searched = config.search_space.get(SEED)
-    last = searched.high if isinstance(searched, Range) else config.training.seed
-    highest_seed = max(getattr(searched, "choices", (last,)))
+    used = {trial.params.get(SEED, config.training.seed) for trial in record.trials}
+    num_seeds = len(configurations) * MOST_SEEDS
+    starts = itertools.count(FIRST_SEED, num_seeds)
     return ComparisonConfig(
         study=record.name,
         study_token=token,
         question=request.question,
         precisions=precisions,
         configurations=configurations,
-        first_seed=max(FIRST_SEED, int(highest_seed) + 1),
+        first_seed=next(one for one in starts if used.isdisjoint(range(one, one + num_seeds))),
         num_seeds=dict.fromkeys(precisions, options["seeds"]),
         test_seen="" if is_judged else _test_seen(record),
         **options,

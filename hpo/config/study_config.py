@@ -150,8 +150,8 @@ class StudyConfig(CheckedSection):
     first: tuple[dict[str, Any], ...] | EarlierResults = ()
     """Configurations to try before the sampler draws any."""
     portfolio: Switch = True
-    """Also try configurations of published fine-tuning, in at most a tenth of the trials, if `tpe`, `gp` or
-    `nsga2` searches the learning rate of pretrained encoders."""
+    """Also try configurations of published fine-tuning, in at most a tenth of the trials, rounded up, if
+    `tpe`, `gp` or `nsga2` searches the learning rate of pretrained encoders."""
     pruner: PrunerConfig = Field(default_factory=default_pruner)
     """Early end of trials. Default: `promote`; or `none` if no objective is a metric of the model, if the
     trials' budget is searched, or if a start costs too much of a whole trial (counted in rows when the study

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from support.jsonl_sets import load_set, write_set
-from support.planted_comparison import HERE, begun, planned, run, searched
+from support.planted_comparison import HERE, begun, compared, planned, run, searched
 from support.planted_comparison import lucky_score as score
 from support.worker_process import SPACE, study
 
@@ -74,12 +74,21 @@ def test_a_setting_of_one_precision_has_its_best_value_or_default(
     assert [one.params["init_scale"] for one in plan.configurations] == [expected]
 
 
-def test_new_seeds_follow_a_wide_range_of_searched_ones(empty: Storage) -> None:
-    space = {**SPACE, "seed": {"type": "int", "low": 0, "high": 10**9}}
-    config = study(2, search_space=space)
+@pytest.mark.parametrize(
+    ("fixed", "searched", "first"),
+    [
+        (2**32 - 1, None, FIRST_SEED),
+        (FIRST_SEED + 399, None, FIRST_SEED + 400),
+        (0, (0, 2**32 - 1), FIRST_SEED),
+        (0, (FIRST_SEED, FIRST_SEED + 300), FIRST_SEED + 400),
+    ],
+)
+def test_new_seeds_are_none_of_the_search(empty: Storage, fixed: int, searched: Any, first: int) -> None:
+    space = SPACE | ({"seed": {"type": "int", "low": searched[0], "high": searched[1]}} if searched else {})
+    config = study(2, search_space=space, training={} if searched else {"seed": fixed})
     create_or_resume_study(empty, config)
     run(empty, config, lambda _: 80.0)
-    assert planned(begun(empty, config, REQUEST)).first_seed == 10**9 + 1
+    assert planned(begun(empty, config, REQUEST)).first_seed == first
 
 
 def test_options_of_a_stored_comparison_stay(storage: Storage, config: StudyConfig) -> None:
@@ -102,6 +111,18 @@ def test_more_seeds_leave_earlier_points_unchanged(storage: Storage, config: Stu
     grown = plan.model_copy(update={"num_seeds": dict.fromkeys(plan.num_seeds, 20)}).points()
     assert grown[: len(plan.points())] == plan.points()
     assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 4
+
+
+def test_fewer_seeds_than_the_present_ones_end_a_comparison(storage: Storage, config: StudyConfig) -> None:
+    """The remedy names more seeds than there are."""
+    create_or_resume_study(storage, begun(storage, config, Request(top=1, seeds=5)))
+
+    def noisy(params: dict[str, Any]) -> float:
+        return score(params) + (params["seed"] % 3 if params["fp_precision"] == "bf16" else 0)
+
+    found = compared(storage, config, noisy, Request(max_seeds=3))
+    assert (found.plan.max_seeds, found.content["verdicts"][0]["num_runs"]) == (5, 5)
+    assert found.content["verdicts"][0]["sentence"].endswith("hpo compare tiny --max-seeds 7")
 
 
 @pytest.mark.parametrize(

@@ -384,4 +384,7 @@ class WorkerLease(Membership):
         num_failures, number = 1, retry_of.get(lease.number)
         while num_failures <= self.max_retries and number in retry_of:
             num_failures, number = num_failures + 1, retry_of[number]
-        return {"retry_of": lease.number} if num_failures <= self.max_retries else None
+        if num_failures > self.max_retries:
+            return None
+        enqueued = {name: of for name, of in lease.trial.user_attrs.items() if name not in RUN_ATTRS}
+        return {**enqueued, "retry_of": lease.number}

@@ -210,9 +210,9 @@ def parse_time(text: str) -> float:
         elif "T" in text:
             end = datetime.fromisoformat(text).astimezone()
         else:
-            clock = datetime.strptime(text, "%H:%M")
-            end = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
-            end += timedelta(days=end <= now)
+            clock = datetime.strptime(text, "%H:%M").time()
+            day = now.date() + timedelta(days=clock <= now.time())
+            end = datetime.combine(day, clock).astimezone()  # another offset than today's after a DST change
     except (ValueError, OverflowError):
         raise InputError(
             f"--until must be a time of day (18:30), a date and time (2026-11-22T18:30) or seconds from now "

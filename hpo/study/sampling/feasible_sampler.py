@@ -295,8 +295,11 @@ class _Proposal:
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         return self._suggest(name, CategoricalDistribution(choices))
 
-    def suggest_float(self, name: str, low: float, high: float, **options: Any) -> Any:
-        return self._suggest(name, FloatDistribution(low, high, **options))
+    def suggest_float(self, name: str, low: float, high: float, step: float | None, **options: Any) -> Any:
+        value = self._suggest(name, FloatDistribution(low, high, step=step, **options))
+        if step is not None:  # GP has 7e-18 for 0, which would pass for another configuration
+            self.params[name] = min(high, low + step * round((value - low) / step))
+        return self.params[name]
 
     def suggest_int(self, name: str, low: int, high: int, **options: Any) -> Any:
         return self._suggest(name, IntDistribution(low, high, **options))

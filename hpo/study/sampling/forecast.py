@@ -150,15 +150,18 @@ def seconds_ahead(
 
 
 def stages_left(promotion: Promotion | None, rungs: Sequence[Rung], num_starts: int) -> list[Stage]:
-    """Return the remaining runs if none breaks: `num_starts` trials from the start, then from each rung."""
-    used = promotion.used if promotion is not None else []
-    if promotion is None or not used:
-        return [Stage(0.0, 1.0, num_starts)]
-    stages = [Stage(0.0, used[0], num_starts)]
-    parts = zip(used, (*used[1:], 1.0), rungs[-len(used) :], promotion.at_least[-len(used) :], strict=True)
-    for begin, end, rung, at_least in parts:
-        arriving = stages[-1].num_trials
+    """Return the remaining runs if none breaks: `num_starts` trials from the start, then from each rung.
+
+    After `n_trials` was lowered, trials may wait at a rung that no other trial will use.
+    """
+    stages = [Stage(0.0, _next_rung(promotion, 0.0), num_starts)]
+    if promotion is None:
+        return stages
+    for begin, rung, at_least in zip(promotion.rungs, rungs, promotion.at_least, strict=True):
+        arriving = sum(stage.num_trials for stage in stages if stage.end == begin)
         num_promoted = promotion.num_promoted(rung.num_paused + arriving, at_least)
         more = max(0, num_promoted - len(rung.promoted))
-        stages.append(Stage(begin, end, min(more, len(rung.waiting) + arriving) + rung.num_running))
+        num = min(more, len(rung.waiting) + arriving) + rung.num_running
+        if num or begin in promotion.used:
+            stages.append(Stage(begin, _next_rung(promotion, begin), num))
     return stages

@@ -43,7 +43,7 @@ RUN_ATTRS = (
 )
 """User attributes of a running or ended trial. An enqueued trial has none of them."""
 WHOLE_ATTR = "whole"  # user attribute of an enqueued trial: true if it neither pauses nor is pruned
-MOST_PAUSED = 12  # largest number of waiting trials at a rung
+MOST_PAUSED = 12  # largest number of waiting trials at a rung, unless more can still be promoted
 
 
 def is_at_rung(attributes: Mapping[str, Any]) -> bool:

@@ -16,13 +16,14 @@ from hpo.study.claims.ending import CANCELLED, end_unclaimed, end_unfinished
 from hpo.study.claims.lease import MAX_DEATHS, Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.reader import read_study
+from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, open_storage
-from hpo.study.store.studies import BUDGET_SPENT, create_or_resume_study
+from hpo.study.store.studies import BUDGET_SPENT, SOURCE_ATTR, create_or_resume_study
 
 pytestmark = pytest.mark.usefixtures("looks_for_dead_at_each_claim")
 
@@ -152,6 +153,17 @@ def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> N
         assert params[1:] == params[:2]
         assert storage.trial_counts("tiny") == {"open": 1, "running": 0, "done": 1}, "one of n_trials"
         assert peer.claim().number == 3
+
+
+def test_a_retry_keeps_the_attributes_of_an_enqueued_trial(storage: Storage, opened: optuna.Study) -> None:
+    """An enqueued trial that must run to its end does so after a failure, too."""
+    of_user = {SOURCE_ATTR: "hpo enqueue", WHOLE_ATTR: True}
+    opened.enqueue_trial({"learning_rate": 1e-4}, of_user)
+    with worker_of(storage, opened) as worker:
+        lease, trial = begin(worker)
+        suggest(study().search_space, trial)
+        worker.record_outcome(lease, result("failed", traceback="Traceback"))
+        assert begin(worker)[1].user_attrs == {**of_user, "retry_of": 0}
 
 
 @pytest.mark.parametrize("kind", ["new", "waiting", "free"])

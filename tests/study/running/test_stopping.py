@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,23 @@ def test_forms_of_a_time() -> None:
     tomorrow = earlier + timedelta(days=1)
     assert parse_time(earlier.strftime("%H:%M")) == tomorrow.timestamp()
     assert abs(parse_time("+3600") - time.time() - 3600) < 60
+
+
+def test_a_time_of_day_after_the_clocks_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Berlin the clocks go forward at 2:00 of 29 March 2026."""
+
+    class Evening(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return cls.fromtimestamp(datetime(2026, 3, 28, 22, tzinfo=UTC).timestamp(), tz)
+
+    monkeypatch.setattr(stopping_module, "datetime", Evening)
+    with monkeypatch.context() as berlin:
+        berlin.setenv("TZ", "Europe/Berlin")
+        time.tzset()
+        end = parse_time("08:00")
+    time.tzset()
+    assert end == datetime(2026, 3, 29, 6, tzinfo=UTC).timestamp()
 
 
 @pytest.mark.parametrize("text", ["", "25:00", "+1h", "+-5", "2026-13-01T10:00", "+99999999999999"])

@@ -9,7 +9,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from hpo.errors import StorageError
-from hpo.study.sampling.forecast import stages_left
+from hpo.study.sampling.forecast import Stage, stages_left
 from hpo.study.sampling.promotion import Promotion, Standings, check_attributes
 
 PROMOTION = Promotion((0.1, 0.3), reduction_factor=3, keep=1, directions=("maximize",), num_trials=9)
@@ -118,6 +118,14 @@ def test_the_remaining_training(trials: Any, num_starts: int, left: float) -> No
     standings, rungs = standings_of(PROMOTION, *trials)
     stages = stages_left(standings.promotion, rungs, num_starts)
     assert sum(stage.whole_trials for stage in stages) == pytest.approx(left)
+
+
+def test_trials_wait_at_a_rung_that_is_not_used_any_more() -> None:
+    """`n_trials` was lowered from 9 to 2. Both paused trials continue, and one of them to the end."""
+    standings, rungs = standings_of(replace(PROMOTION, num_trials=2), (1.0,), (0.5,))
+    assert standings.promoted(rungs, more_begin=False) == [0, 1]
+    stages = [Stage(0.0, 0.3, 0), Stage(0.1, 0.3, 2), Stage(0.3, 1.0, 1)]
+    assert stages_left(standings.promotion, rungs, 0) == stages
 
 
 @pytest.mark.parametrize(

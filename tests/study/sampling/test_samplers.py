@@ -143,6 +143,14 @@ def test_no_configuration_is_tried_twice(space: dict[str, Any], size: int) -> No
     assert current.params[:size] == tried
 
 
+def test_gp_tries_zero_once_in_a_range_with_steps() -> None:
+    """Its 7e-18 for 0 would pass for another configuration."""
+    space = {"dropout": {"type": "float", "low": 0.0, "high": 0.3, "step": 0.1}, **BATCHES}
+    current = ScriptedStudy(config_of("gp", space), lambda params: -params["dropout"])
+    tried = {(round(params["dropout"], 6), params["batch_size"]) for params in current.run(12)}
+    assert len(tried) == 12
+
+
 def test_a_repeated_configuration_is_changed_in_one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     current = ScriptedStudy(config_of("tpe", SMALL), lambda _: 0.5)
     same = {"batch_size": 1, "epochs": 2, "max_length": 8}
