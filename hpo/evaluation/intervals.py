@@ -60,11 +60,11 @@ def metric_intervals(
     score = None
     if (mean := primary_mean(tasks, values)) is not None:
         primary = [
-            (statistics[task.name], task.primary_metric, value)
-            for task in tasks
-            if (value := values[task.name].get(task.primary_metric)) is not None
+            (of, metric, max(values[name][metric], 0.0))
+            for name, of in statistics.items()
+            for metric in [of.task.primary_metric]
         ]
-        score = _interval(primary, mean, primary_mean(tasks, samples))
+        score = _interval(primary, mean, primary_mean(tasks, samples), lowest=0.0)
     by_task = {
         name: {
             metric: _interval([(statistics[name], metric, value)], value, samples[name][metric])
@@ -107,15 +107,18 @@ def _resamples(num_examples: int, num_resamples: int) -> Iterator[NDArray[np.flo
 
 
 def _interval(
-    parts: Sequence[tuple[RowStatistics, str, float]], value: float, samples_B: Samples
+    parts: Sequence[tuple[RowStatistics, str, float]],
+    value: float,
+    samples_B: Samples,
+    lowest: float = -math.inf,
 ) -> Interval:
-    """The interval of the mean of the metrics `parts`: rows, metric and value of each."""
+    """The interval of the mean of the metrics `parts`: rows, metric and value of each, at least `lowest`."""
     of, metric, _ = parts[0]
     if len(parts) == 1 and metric in kind_of(of.task).proportions:
         return Interval(value, *_wilson(value, of.num_rows))
     defined = samples_B[np.isfinite(samples_B)]
     ends = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist() if len(defined) else [value]
-    reached = np.mean([_reached(*part) for part in parts], axis=0).tolist()
+    reached = np.maximum([_reached(*part) for part in parts], lowest).mean(axis=0).tolist()
     if all(map(math.isfinite, reached)):
         ends += reached
     low, high = min(*ends, value), max(*ends, value)

@@ -152,6 +152,14 @@ def test_the_better_end_of_a_regression_assumes_no_error_below_0() -> None:
     assert found["r2"].low < 0.6 < found["r2"].value < found["r2"].high < 0.95
 
 
+def test_a_task_at_its_worst_does_not_widen_the_score_downwards() -> None:
+    """An r2 below 0 counts as 0."""
+    truth = np.random.default_rng(3).normal(0, 3, 50)
+    found = metric_intervals(numbers(truth, -truth))
+    assert found.tasks["t"]["r2"].value < -2
+    assert found.score.value == found.score.low == 0 < found.score.high < 0.1
+
+
 def test_a_task_at_its_best_does_not_widen_the_score_upwards() -> None:
     given = {
         name: dataclasses.replace(
