@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.conv import _ConvNd
 
 NF4_BLOCK = 64
 STORAGE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8", "nf4": "uint8"}
@@ -144,24 +145,26 @@ def plain_linears(model: nn.Module) -> None:
 
 
 def storage_facts(model: nn.Module) -> dict[str, Any]:
-    """Return the real storage of frozen linear layers and the bytes of all weights.
+    """Return the real storage of frozen matrices and the bytes of all weights.
 
-    `bits_per_weight` includes scales.
+    Matrices of experts count beside linear layers; embeddings and convolutions do not. `bits_per_weight`
+    includes scales.
     """
-    layers = [module for module in model.modules() if isinstance(module, FrozenLinear | nn.Linear)]
-    frozen = [layer for layer in layers if not any(p.requires_grad for p in layer.parameters())]
-    tensors = [tensor for layer in frozen for tensor in _stored_tensors(layer)]
-    dtypes = Counter(str(_stored_tensors(layer)[0].dtype).removeprefix("torch.") for layer in frozen)
-    numbers = sum(layer.in_features * layer.out_features for layer in frozen)
+    dtypes, num_bytes, numbers = Counter[str](), 0, 0
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            if weight.dim() < 2 or weight.requires_grad or isinstance(module, nn.Embedding | _ConvNd):
+                continue
+            dtypes[str(weight.dtype).removeprefix("torch.")] += 1
+            num_bytes += weight.nbytes
+            if isinstance(module, FrozenLinear):
+                num_bytes += 0 if module.scale is None else module.scale.nbytes
+                numbers += module.in_features * module.out_features
+            else:
+                numbers += weight.numel()
     held = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     return {
         "storage_dtypes": dict(dtypes),
-        "bits_per_weight": round(8 * sum(t.nbytes for t in tensors) / numbers, 3) if numbers else None,
+        "bits_per_weight": round(8 * num_bytes / numbers, 3) if numbers else None,
         "weights_bytes": sum(held.values()),
     }
-
-
-def _stored_tensors(layer: FrozenLinear | nn.Linear) -> list[Tensor]:
-    if isinstance(layer, FrozenLinear):
-        return [layer.stored, *([] if layer.scale is None else [layer.scale])]
-    return [layer.weight]

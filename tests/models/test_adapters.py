@@ -156,6 +156,15 @@ def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
     assert (facts["requested"], facts["effective"], facts["reason"]) == ("fp32", "bf16", reason)
 
 
+def test_base_of_experts_disagrees(tmp_path: Path) -> None:
+    mixtral = {**DECODERS["llama"], "model_type": "mixtral", "num_local_experts": 2}
+    result = run_trial(executor_of(tmp_path, mixtral, base_precision="int8", max_steps=1), tmp_path / "moe")
+    facts = result.telemetry["base_precision"]
+    assert (facts["effective"], facts["agrees"]) == ("int8", False)
+    assert "experts" in facts["reason"]
+    assert facts["observed"]["bits_per_weight"] > 16
+
+
 def test_targets_and_their_learning_rate(tmp_path: Path) -> None:
     targets = {"lora_targets": ["query", "1.output.dense"], "lora_learning_rate": 3e-3}
     parts = parts_of(executor_of(tmp_path, learning_rate=1e-4, **targets), fp_precision="fp32")
