@@ -6,11 +6,12 @@
     nf4    4 bits: 16 levels at the quantiles of a normal distribution, times the largest value of each
            block of 64 weights (Dettmers et al. 2023, QLoRA, arXiv 2305.14314); by bitsandbytes
 
-Embeddings are in bf16, except under fp32, and return fp32. Norms and biases are few and stay.
+Embeddings are in bf16, except under fp32, and return fp32. Norms, biases and DeBERTa's relative positions are
+few and stay.
 
 Storage is independent of multiplication. Each product decodes its weights into the dtype of `fp_precision`,
 forward and backward, and keeps no decoded copy in between. A merged model has the decoded weights and
-computes the same.
+computes the same. Only Gemma multiplies its embeddings by a factor in their dtype: in bf16, then in fp32.
 """
 
 from collections import Counter
@@ -123,7 +124,8 @@ def store_frozen(model: nn.Module, kind: str, dtype: torch.dtype) -> set[Tensor]
             stored = FrozenLinear(module, kind)
             model.set_submodule(name, stored)
             kept.add(stored.stored)
-        elif isinstance(module, nn.Embedding):
+        # DeBERTa reads its relative positions without a call, so nothing would cast them back.
+        elif isinstance(module, nn.Embedding) and not name.endswith("rel_embeddings"):
             module.weight.data = module.weight.data.to(torch.bfloat16)
             if "output_dtype" not in vars(module):
                 module.register_forward_hook(_cast_output)

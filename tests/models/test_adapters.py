@@ -79,6 +79,13 @@ def test_default_targets_fit_every_encoder(tmp_path: Path, encoder: str) -> None
         assert result.telemetry[name]["agrees"], result.telemetry[name]
 
 
+def test_relative_positions_over_an_int8_base_compute_in_fp32(tmp_path: Path) -> None:
+    settings = {"attention": "eager", "base_precision": "int8", "fp_precision": "fp32", "max_steps": 2}
+    result = run_trial(executor_of(tmp_path, ENCODERS["deberta-v2"], **settings), tmp_path / "trial")
+    assert result.outcome == Outcome.COMPLETE, result.reason
+    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]
+
+
 @pytest.mark.parametrize(
     ("precision", "base", "adapter"),
     [
