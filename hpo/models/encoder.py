@@ -164,6 +164,11 @@ def load_encoder(
     folder = None
     if isinstance(encoder, str):
         shown, folder = encoder, encoder_folder(encoder, revision)
+        if (folder / "adapter_config.json").exists():  # transformers would add it and freeze all weights
+            raise ModelError(
+                f"{shown}: an encoder must have no adapter, but its folder has one (adapter_config.json). "
+                "Merge it (`hpo best --export DIR --merge`, or peft's `merge_and_unload`), or remove it."
+            )
         with _as_model_error(shown, folder=folder):
             config = AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True

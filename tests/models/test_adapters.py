@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.command_line import hpo_command, ok
 from support.every_kind import TASKS, WINDOWS, every_kind_executor, write_every_kind
@@ -17,6 +17,7 @@ import hpo
 from hpo.errors import ModelError, RunError
 from hpo.inference.model import TrainedModel
 from hpo.models.adapters import trained_state
+from hpo.models.encoder import load_encoder
 from hpo.outcome import Outcome
 from hpo.trial.best_model import export_checkpoint
 from hpo.trial.executor import Executor
@@ -119,6 +120,15 @@ def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> Non
         states, expected, bare = (encoder(**inputs).last_hidden_state for encoder in encoders)
     assert torch.allclose(states, expected, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(states, bare, rtol=1e-2, atol=1e-3), "the adapter changes states"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_encoder_with_an_adapter_beside_it_is_refused(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path / "encoder")
+    with_peft = get_peft_model(AutoModel.from_pretrained(folder), LoraConfig(target_modules=["query"]))
+    with_peft.save_pretrained(str(folder))
+    with pytest.raises(ModelError, match=r"its folder has one \(adapter_config.json\). Merge it"):
+        load_encoder(str(folder))
 
 
 def test_adapter_belongs_to_its_frozen_weights(tmp_path: Path) -> None:
