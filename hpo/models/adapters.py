@@ -123,12 +123,14 @@ def base_facts(model: Any, precision: Precision) -> dict[str, Any]:
     is_cast = precision.frozen == "fp32" and precision.weights == "bfloat16"
     effective = "bf16" if is_cast else precision.frozen
     observed = storage_facts(model.encoder)
+    agrees = [*observed["storage_dtypes"]] == [STORAGE_DTYPES[effective]]
+    reason = "" if agrees else "matrices outside of linear layers, such as those of experts, stay."
     return {
         "requested": precision.frozen,
         "effective": effective,
-        "reason": f"{precision.name} has all weights in bf16." if is_cast else "",
+        "reason": f"{precision.name} has all weights in bf16." if is_cast else reason,
         "observed": observed,
-        "agrees": [*observed["storage_dtypes"]] == [STORAGE_DTYPES[effective]],
+        "agrees": agrees,
     }
 
 

@@ -164,6 +164,11 @@ def load_encoder(
     folder = None
     if isinstance(encoder, str):
         shown, folder = encoder, encoder_folder(encoder, revision)
+        if (folder / "adapter_config.json").exists():  # transformers would add it and freeze all weights
+            raise ModelError(
+                f"{shown}: an encoder must have no adapter, but its folder has one (adapter_config.json). "
+                "Merge it (`hpo best --export DIR --merge`, or peft's `merge_and_unload`), or remove it."
+            )
         with _as_model_error(shown, folder=folder):
             config = AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
@@ -239,6 +244,7 @@ def max_positions(encoder: nn.Module) -> int | None:
 
     Some families skip the first rows of their table. RoBERTa and its kin count from the row after the padding
     index, so 514 rows are 512 positions. Nystromformer, MRA and YOSO skip two rows in a buffer of positions.
+    Beyond the original positions of longrope (Phi-3), the longest text of a batch changes all others.
     """
     for name, module in encoder.named_modules():
         parent, _, last = name.rpartition(".")
@@ -251,6 +257,10 @@ def max_positions(encoder: nn.Module) -> int | None:
     if getattr(encoder.config, "relative_attention", False):
         return None
     limit = getattr(encoder.config, "max_position_embeddings", None)
+    rope = getattr(encoder.config, "rope_parameters", None) or {}
+    for one in (rope, *rope.values()):  # one for all layers, or one for each type of layer
+        if isinstance(one, dict) and one.get("rope_type") == "longrope":
+            limit = one["original_max_position_embeddings"]
     return limit if limit and limit > 0 else None
 
 

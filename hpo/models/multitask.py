@@ -185,14 +185,21 @@ def _pooling(heads: HeadSettings, hidden_size: int) -> Callable[[Tensor, Tensor]
 def parameter_depths(model: MultitaskModel) -> dict[str, int]:
     """Return the depth of each parameter: 0 embeddings, 1 the lowest layer, N + 1 above the N layers.
 
-    Embeddings include tables beside the layers, such as DeBERTa's relative positions. N + 1 are the heads, a
-    norm after the last layer, and log variances.
+    Embeddings include tables beside the layers, such as DeBERTa's relative positions, and their norm. N + 1
+    are the heads, a norm after the last layer, and log variances.
     """
     layers = encoder_layers(model.encoder)
     depth = {id(parameter): n for n, layer in enumerate(layers, 1) for parameter in layer.parameters()}
     tables = {name for name, one in model.named_modules() if isinstance(one, nn.Embedding)}
+    for name in tables:
+        if name.endswith("rel_embeddings"):
+            # DeBERTa norms its relative positions, and adds a convolution to its first layer.
+            beside = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
+            parts = [(beside[part], n) for part, n in (("LayerNorm", 0), ("conv", 1)) if part in beside]
+            depth |= {id(parameter): n for part, n in parts for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
         embeds = "embed" in name or "relative_attention_bias" in name or name.rpartition(".")[0] in tables
+        embeds = embeds and "embedding_norm" not in name  # LFM2's norm after the last layer
         above = 0 if name.startswith("encoder.") and embeds else len(layers) + 1
         depth.setdefault(id(parameter), above)
     return {name: depth[id(parameter)] for name, parameter in model.named_parameters()}

@@ -6,11 +6,12 @@
     nf4    4 bits: 16 levels at the quantiles of a normal distribution, times the largest value of each
            block of 64 weights (Dettmers et al. 2023, QLoRA, arXiv 2305.14314); by bitsandbytes
 
-Embeddings are in bf16, except under fp32, and return fp32. Norms and biases are few and stay.
+Embeddings are in bf16, except under fp32, and return fp32. Norms, biases and DeBERTa's relative positions are
+few and stay.
 
 Storage is independent of multiplication. Each product decodes its weights into the dtype of `fp_precision`,
 forward and backward, and keeps no decoded copy in between. A merged model has the decoded weights and
-computes the same.
+computes the same. Only Gemma multiplies its embeddings by a factor in their dtype: in bf16, then in fp32.
 """
 
 from collections import Counter
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.conv import _ConvNd
 
 NF4_BLOCK = 64
 STORAGE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8", "nf4": "uint8"}
@@ -122,7 +124,8 @@ def store_frozen(model: nn.Module, kind: str, dtype: torch.dtype) -> set[Tensor]
             stored = FrozenLinear(module, kind)
             model.set_submodule(name, stored)
             kept.add(stored.stored)
-        elif isinstance(module, nn.Embedding):
+        # DeBERTa reads its relative positions without a call, so nothing would cast them back.
+        elif isinstance(module, nn.Embedding) and not name.endswith("rel_embeddings"):
             module.weight.data = module.weight.data.to(torch.bfloat16)
             if "output_dtype" not in vars(module):
                 module.register_forward_hook(_cast_output)
@@ -144,24 +147,26 @@ def plain_linears(model: nn.Module) -> None:
 
 
 def storage_facts(model: nn.Module) -> dict[str, Any]:
-    """Return the real storage of frozen linear layers and the bytes of all weights.
+    """Return the real storage of frozen matrices and the bytes of all weights.
 
-    `bits_per_weight` includes scales.
+    Matrices of experts count beside linear layers; embeddings and convolutions do not. `bits_per_weight`
+    includes scales.
     """
-    layers = [module for module in model.modules() if isinstance(module, FrozenLinear | nn.Linear)]
-    frozen = [layer for layer in layers if not any(p.requires_grad for p in layer.parameters())]
-    tensors = [tensor for layer in frozen for tensor in _stored_tensors(layer)]
-    dtypes = Counter(str(_stored_tensors(layer)[0].dtype).removeprefix("torch.") for layer in frozen)
-    numbers = sum(layer.in_features * layer.out_features for layer in frozen)
+    dtypes, num_bytes, numbers = Counter[str](), 0, 0
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            if weight.dim() < 2 or weight.requires_grad or isinstance(module, nn.Embedding | _ConvNd):
+                continue
+            dtypes[str(weight.dtype).removeprefix("torch.")] += 1
+            num_bytes += weight.nbytes
+            if isinstance(module, FrozenLinear):
+                num_bytes += 0 if module.scale is None else module.scale.nbytes
+                numbers += module.in_features * module.out_features
+            else:
+                numbers += weight.numel()
     held = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     return {
         "storage_dtypes": dict(dtypes),
-        "bits_per_weight": round(8 * sum(t.nbytes for t in tensors) / numbers, 3) if numbers else None,
+        "bits_per_weight": round(8 * num_bytes / numbers, 3) if numbers else None,
         "weights_bytes": sum(held.values()),
     }
-
-
-def _stored_tensors(layer: FrozenLinear | nn.Linear) -> list[Tensor]:
-    if isinstance(layer, FrozenLinear):
-        return [layer.stored, *([] if layer.scale is None else [layer.scale])]
-    return [layer.weight]

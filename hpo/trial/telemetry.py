@@ -135,13 +135,16 @@ def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -
     parameters outside the embeddings, 12 D L for a layer's attention over L tokens. A frozen layer only
     goes forward: a third. A frozen weight beside trained ones has no gradient of its own: two thirds.
     Recomputation by gradient checkpointing and padding do not count. Every layer is assumed to attend to the
-    whole window, of mean length. None if the layers are not known.
+    whole window, of mean length. None if the layers are not known, or have experts, of which a token passes
+    only some.
     """
     if not num_sequences:
         return 0.0
     try:
         layers = encoder_layers(model.encoder)
     except ModelError:
+        return None
+    if any(".experts." in name for name, _ in model.named_parameters()):
         return None
     config: Any = model.encoder.config
     attention = 4 * config.hidden_size * (num_tokens / num_sequences)

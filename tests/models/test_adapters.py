@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from support.command_line import hpo_command, ok
 from support.every_kind import TASKS, WINDOWS, every_kind_executor, write_every_kind
@@ -17,6 +17,7 @@ import hpo
 from hpo.errors import ModelError, RunError
 from hpo.inference.model import TrainedModel
 from hpo.models.adapters import trained_state
+from hpo.models.encoder import load_encoder
 from hpo.outcome import Outcome
 from hpo.trial.best_model import export_checkpoint
 from hpo.trial.executor import Executor
@@ -79,6 +80,13 @@ def test_default_targets_fit_every_encoder(tmp_path: Path, encoder: str) -> None
         assert result.telemetry[name]["agrees"], result.telemetry[name]
 
 
+def test_relative_positions_over_an_int8_base_compute_in_fp32(tmp_path: Path) -> None:
+    settings = {"attention": "eager", "base_precision": "int8", "fp_precision": "fp32", "max_steps": 2}
+    result = run_trial(executor_of(tmp_path, ENCODERS["deberta-v2"], **settings), tmp_path / "trial")
+    assert result.outcome == Outcome.COMPLETE, result.reason
+    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]
+
+
 @pytest.mark.parametrize(
     ("precision", "base", "adapter"),
     [
@@ -112,6 +120,15 @@ def test_peft_loads_an_export(tmp_path: Path, encoder: str, adapter: str) -> Non
         states, expected, bare = (encoder(**inputs).last_hidden_state for encoder in encoders)
     assert torch.allclose(states, expected, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(states, bare, rtol=1e-2, atol=1e-3), "the adapter changes states"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_encoder_with_an_adapter_beside_it_is_refused(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path / "encoder")
+    with_peft = get_peft_model(AutoModel.from_pretrained(folder), LoraConfig(target_modules=["query"]))
+    with_peft.save_pretrained(str(folder))
+    with pytest.raises(ModelError, match=r"its folder has one \(adapter_config.json\). Merge it"):
+        load_encoder(str(folder))
 
 
 def test_adapter_belongs_to_its_frozen_weights(tmp_path: Path) -> None:
@@ -154,6 +171,15 @@ def test_frozen_weights_are_recorded(tmp_path: Path) -> None:
     facts = result.telemetry["base_precision"]
     reason = "bf16-true has all weights in bf16."
     assert (facts["requested"], facts["effective"], facts["reason"]) == ("fp32", "bf16", reason)
+
+
+def test_base_of_experts_disagrees(tmp_path: Path) -> None:
+    mixtral = {**DECODERS["llama"], "model_type": "mixtral", "num_local_experts": 2}
+    result = run_trial(executor_of(tmp_path, mixtral, base_precision="int8", max_steps=1), tmp_path / "moe")
+    facts = result.telemetry["base_precision"]
+    assert (facts["effective"], facts["agrees"]) == ("int8", False)
+    assert "experts" in facts["reason"]
+    assert facts["observed"]["bits_per_weight"] > 16
 
 
 def test_targets_and_their_learning_rate(tmp_path: Path) -> None:

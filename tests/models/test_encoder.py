@@ -95,6 +95,23 @@ def test_positions_without_a_table(config: dict[str, Any], limit: int | None) ->
     assert run_length(encoder, 200) == 200
 
 
+def test_positions_of_longrope_end_where_a_longer_text_changes_a_short_one() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, **factors}
+    encoder = load_encoder({**DECODERS["llama"], "rope_parameters": rope})
+    limit = max_positions(encoder)
+    assert limit == 8
+
+    def beside(length: int) -> torch.Tensor:
+        ids_BL = torch.arange(1, length + 1).repeat(2, 1)
+        mask_BL = (torch.arange(length) < torch.tensor([4, length])[:, None]).long()
+        with torch.no_grad():
+            return encoder(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state[0, :4]
+
+    torch.testing.assert_close(beside(limit), beside(4))
+    assert not torch.allclose(beside(limit + 1), beside(4), rtol=1e-3)
+
+
 def test_tokenizer_fingerprint_ignores_the_last_call(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("minilm")
     before = tokenizer_fingerprint(tokenizer)

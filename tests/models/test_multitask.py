@@ -1,9 +1,20 @@
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny_encoders import FAMILIES, KIND_TASKS, family_model, make_batch, make_model, scalar_loss
+from support.tiny_encoders import (
+    DECODERS,
+    FAMILIES,
+    KIND_TASKS,
+    family_model,
+    make_batch,
+    make_model,
+    scalar_loss,
+)
 from torch import nn
+from transformers import AutoConfig, AutoModel
 
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import AttentionPooling, parameter_depths, pool_cls, pool_max, pool_mean
@@ -75,6 +86,21 @@ def test_parameter_depths_cover_every_parameter(family: str) -> None:
     assert {"heads", "pool", "log_variances"} <= {name.split(".")[0] for name in highest}
     outside = {name for name in highest if name.startswith("encoder.") and ".pooler." not in name}
     assert outside == ({"encoder.final_norm.weight"} if family == "modernbert" else set())
+
+
+def test_parts_beside_the_layers_have_the_depth_of_their_use(tmp_path: Path) -> None:
+    deberta = {**FAMILIES["deberta-v2"][0], "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps(deberta | {"vocab_size": 30522}))
+    AutoModel.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    model = make_model(str(tmp_path), attention="eager", freeze_layers=2)
+    depths = parameter_depths(model)
+    assert depths["encoder.encoder.LayerNorm.weight"] == 0
+    assert depths["encoder.encoder.conv.conv.weight"] == 1
+    assert not any(weight.requires_grad for weight in model.encoder.parameters())
+    lfm2 = make_model({**DECODERS["llama"], "model_type": "lfm2"}, freeze_layers=2)
+    assert [name for name, weight in lfm2.encoder.named_parameters() if weight.requires_grad] == [
+        "embedding_norm.weight"
+    ]
 
 
 @pytest.mark.parametrize(("family", "num"), [*((family, 1) for family in FAMILIES), ("bert", 0), ("bert", 2)])

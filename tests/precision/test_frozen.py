@@ -118,6 +118,16 @@ def test_trained_weights_stay(kind: str, name: str) -> None:
     assert named == {"head.weight", "head.bias"}
 
 
+def test_frozen_matrices_of_experts_count() -> None:
+    model = nn.Module()
+    model.linear, model.experts = nn.Linear(96, 40), nn.Parameter(torch.zeros(4, 40, 96))
+    model.requires_grad_(False)
+    store_frozen(model, "int8", torch.float32)
+    facts = storage_facts(model)
+    assert facts["storage_dtypes"] == {"int8": 1, "float32": 1}
+    assert facts["bits_per_weight"] == round((8 + 32 / 96 + 4 * 32) / 5, 3)
+
+
 class InLess(FrozenLinear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.bfloat16()).to(x.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.tiny import CPU
-from support.tiny_encoders import BERT, make_model, scalar_loss
+from support.tiny_encoders import BERT, DECODERS, make_model, scalar_loss
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpo.models.adapters import AdapterSettings, add_adapter
@@ -151,3 +151,5 @@ def test_training_flops(settings: dict[str, Any], adapter: AdapterSettings | Non
     assert training_flops(model, 64, 4) == pytest.approx(counter.get_total_flops(), rel=within)
     albert = {**BERT, "model_type": "albert", "embedding_size": 16}
     assert training_flops(make_model(albert), 100, 10) is None, "its layers are shared"
+    mixtral = {**DECODERS["llama"], "model_type": "mixtral"}
+    assert training_flops(make_model(mixtral), 100, 10) is None, "a token passes two of eight experts"
