@@ -92,6 +92,12 @@ def test_refusals_of_a_server(postgres_server: PostgresServer, postgres_url: str
         (postgres_server.url("nowhere"), "the server has no such database"),
         (f"{postgres_url}?options=-c%20default_transaction_read_only%3Don", "must be writable"),
         (guest, "must be allowed to create tables"),
+        *(
+            (f"{postgres_url}?{option}", "must fit")
+            for option in ("connect_timeout=abc", "port=abc", "options=x")
+        ),
+        (f"{postgres_url}?options=-c%20work_mem%3Dabc", "must fit"),
+        (f"{postgres_url}?options=-c%20nothing%3D1", "must fit"),
     )
     for url, message in expected:
         assert message in str(refusal(url))

@@ -35,7 +35,8 @@ _WRONG_INPUT = {
         "the server refuses this user and password. Check both in the storage URL"
     ),
     r'database "[^"]*" does not exist': "the server has no such database. Create it, e.g. with `createdb`",
-    r"certificate|ssl|no pg_hba.conf entry|connection option|invalid (\S+ value|integer|port)": (
+    r"certificate|ssl|no pg_hba.conf entry|connection option|invalid (\S+ value|integer|port|command-line)|"
+    "(bad|invalid) value for|non-integer port|unrecognized configuration": (
         "the server and the URL's port and options must fit. Check the part after `?`, such as `sslmode` and "
         "`sslrootcert`, and the server's pg_hba.conf"
     ),

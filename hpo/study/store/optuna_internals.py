@@ -33,7 +33,9 @@ from optuna.study._multi_objective import _fast_non_domination_rank
 from optuna.study.study import _SYSTEM_ATTR_METRIC_NAMES
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from hpo.errors import StorageError, shorten
 from hpo.outcome import Outcome
+from hpo.study.store.failures import decoded
 from hpo.study.store.schema import claims
 from hpo.study.store.schema import studies as hpo_studies
 
@@ -121,7 +123,13 @@ class OwnTrials(_CachedStorage):
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
     ) -> list[FrozenTrial]:
-        trials = super().get_all_trials(study_id, deepcopy=False)
+        try:
+            trials = super().get_all_trials(study_id, deepcopy=False)
+        except (ValueError, TypeError, AssertionError) as error:  # Optuna's, of a value that it cannot decode
+            raise StorageError(
+                f"A trial is damaged ({shorten(repr(error), 200)}). Somebody has changed the database. "
+                "`hpo status STUDY` may name the trial. Restore the study from a copy, or delete it."
+            ) from error
         known = self._claimed[study_id]
         begun = [trial for trial in trials if trial.state != TrialState.WAITING]
         if unknown := [trial for trial in begun if trial.number not in known]:
@@ -348,14 +356,17 @@ def enqueue_trials(connection: sa.Connection, study_id: int, enqueued: Iterable[
 
 
 def find_study(connection: sa.Connection, name: str, key: str) -> tuple[int | None, Any]:
-    """Return a study's id and its system attribute `key`. Each is None if it does not exist."""
+    """Return a study's id and its system attribute `key`. Each is None if it does not exist.
+
+    Raises StorageError if the attribute is damaged.
+    """
     row = connection.execute(sa.select(studies.c.study_id).where(studies.c.study_name == name)).first()
     if row is None:
         return None, None
     attributes = study_system_attributes
     query = sa.select(attributes.c.value_json).where(attributes.c.study_id == row.study_id)
     value: str = connection.execute(query.where(attributes.c.key == key)).scalar() or "null"
-    return row.study_id, json.loads(value)
+    return row.study_id, decoded(value, f"`{key}` of the study `{name}`")
 
 
 def set_study_attribute(connection: sa.Connection, study_id: int, key: str, value: Any) -> None:

@@ -6,9 +6,11 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
+from support.worker_process import run_trials, study
 
+from hpo.errors import StorageError
 from hpo.study.store import optuna_internals
-from hpo.study.store.storage import open_storage
+from hpo.study.store.storage import TOKEN_ATTR, Storage, open_storage
 
 VERSIONS = ("5.0.0",)
 """Versions whose source was compared with `optuna_internals`, and that passed these tests."""
@@ -52,3 +54,26 @@ def test_trial_equals_one_of_optuna(storage_url: str, is_enqueued: bool) -> None
 def test_revision_of_the_tables(sqlite_url: str) -> None:
     with open_storage(sqlite_url) as storage, storage.engine.connect() as connection:
         assert optuna_internals.revision(connection) == optuna_internals.REVISION
+
+
+@pytest.mark.parametrize(
+    ("table", "damage", "message"),
+    [
+        (optuna_internals.user_attributes, {"value_json": "{cut"}, "trial is damaged"),
+        (optuna_internals.params, {"distribution_json": '{"name": "Unknown"}'}, "trial is damaged"),
+        (optuna_internals.table_of_values, {"value": None}, "trial is damaged"),
+        (
+            optuna_internals.study_system_attributes,
+            {"value_json": "{cut"},
+            f"`{TOKEN_ATTR}` of .* is damaged",
+        ),
+    ],
+)
+def test_damaged_row_is_one_error(
+    storage: Storage, table: sa.Table, damage: dict[str, Any], message: str
+) -> None:
+    run_trials(storage, study(2))
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(table).values(damage))
+    with open_storage(storage.url) as reader, pytest.raises(StorageError, match=message):
+        run_trials(reader, study(3))
