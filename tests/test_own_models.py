@@ -124,7 +124,7 @@ def test_head_is_searched_for_one_task(tmp_path: Path) -> None:
         ("nn.Linear(width, num_outputs)", "nn.Linear(width, 1)", "for the task `tone` gives logits (2, 2)"),
         ("return nn.Sequential(nn.Linear", "return (nn.Linear", "but it is a tuple"),
         ("nn.Tanh()", "nn.BatchNorm2d(2)", "of states (2, 48), but raises ValueError: expected 4D input"),
-        ("return GruEncoder(options.size)", "return nn.Embedding(9, 9)", "the model cannot run a batch of"),
+        ("return GruEncoder(options.size)", "return nn.Embedding(9, 9)", "the model cannot be built: "),
         ("return nn.Sequential(nn", "return nn.Sequential(n", "own_kind.py:15: NameError: name 'n' is not"),
         ("return hidden\n", "return hidden[:, 0]\n", "`gru` must give states (2, 3, D) of ids (2, 3), but"),
         ("nn.Embedding(30522, size)", "nn.Embedding(300, size)", "own_kind.py:29: IndexError: index out of"),
@@ -141,6 +141,16 @@ def test_wrong_code_is_refused_before_it_is_stored(tmp_path: Path, old: str, new
     refused = hpo_command(tmp_path, "init", "tiny.yaml")
     assert (refused.exit_code, message in refused.err) == (2, True), refused.err
     assert hpo_command(tmp_path, "status", "tiny").exit_code == 2, "nothing is stored"
+
+
+def test_own_head_with_wrong_logits_ends_one_trial(tmp_path: Path) -> None:
+    """The head may work with other values of its settings."""
+    source = MODELS.replace("nn.Linear(width, num_outputs)", "nn.Linear(8, num_outputs)")
+    training = PLAIN | {"head_type": "wide", "max_steps": 2, "gru.size": 8}
+    executor = own_executor(tmp_path, source, training=training, search_space={"wide.width": WIDTH})
+    assert executor.run({"wide.width": 8}, None, "").outcome == "complete"
+    refused = executor.run({"wide.width": 9}, None, "")
+    assert (refused.outcome, "but raises RuntimeError: mat1" in refused.reason) == ("invalid", True)
 
 
 def test_own_metric_intervals_equal_scikit_learn(tmp_path: Path) -> None:
@@ -323,7 +333,7 @@ def flat(remaining, options):
     ("old", "new", "message"),
     [
         ("hidden[:, 0]", "hidden", "pooling: `first` must give (2, 48) of states (2, 3, 48), but gives"),
-        ("hidden[:, 0]", "hidden[:, 0].double()", "the model cannot run a batch of this study's data: "),
+        ("hidden[:, 0]", "hidden[:, 0].double()", "the model cannot be built: "),
         ("lambda hidden, mask: hidden[:, 0]", "nn.Identity()", "(2, 3, 48), but raises TypeError: Identity"),
         ("lambda hidden, mask: hidden[:, 0]", "None", "of states (2, 3, 48), but it is a NoneType"),
         ('"sum")', '"sum").item()', "the loss `plain` must return a tensor with one number and"),

@@ -65,8 +65,8 @@ class StateChange(StudyResult):
         if self.state == "open":
             again = "was not paused" if self.before == "open" else f"is no longer {self.before}"
             is_over = self.trials["done"] == sum(self.trials.values())
-            more = "raise --n-trials of `hpo run`" if is_over else f"hpo worker {self.study}"
-            return f"The study {self.study} {again}: {done}. To continue it: {more}"
+            more = "." if is_over else f". To continue it: hpo worker {self.study}"
+            return f"The study {self.study} {again}: {done}{more}"
         ends = f", {self.ended} of them by this command" if self.ended else ""
         return f"The study {self.study} is {self.state}: {done}{ends}. {resume_message(self.study)}"
 

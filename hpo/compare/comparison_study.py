@@ -3,6 +3,7 @@
 Nothing is pruned, no precision falls back to another, and no checkpoint outlives its trial.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from hpo.precision.table import PRECISION, choice_name, lacking_choices
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import Storage
 from hpo.trial.objectives import quality_objective
+
+_logger = logging.getLogger(__name__)
 
 SUFFIXES = {
     "precisions": "-compare",
@@ -78,8 +81,10 @@ def open_comparison(
         )
     _refuse_changes(name, stored_plan, request.with_precisions(()) if request.precisions else request)
     if request.max_seeds is not None:
-        most = max(request.max_seeds, *stored_plan.num_seeds.values())  # the present ones stay
-        stored_plan = stored_plan.model_copy(update={"max_seeds": most})
+        present = max(stored_plan.num_seeds.values())
+        if request.max_seeds < present:
+            _logger.warning("--max-seeds %d: the %d present seeds stay.", request.max_seeds, present)
+        stored_plan = stored_plan.model_copy(update={"max_seeds": max(request.max_seeds, present)})
     if storage.trial_counts(name)["done"] < stored.num_trials:
         _refuse_device(stored, device, stored_plan, has_begun=True)
     return with_plan(stored, stored_plan)

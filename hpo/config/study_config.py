@@ -197,7 +197,8 @@ class StudyConfig(CheckedSection):
 
     @property
     def drawing_sampler(self) -> SamplerConfig:
-        """Sampler with the seed of the first worker. After an earlier study, its draws are not repeated."""
+        """Sampler with the seed of the first worker. After an earlier study, only `qmc` and `grid` repeat
+        configurations."""
         if not isinstance(self.first, EarlierResults):
             return self.sampler
         seed = random.Random(f"{self.sampler.seed} after {self.first.study}").getrandbits(30)

@@ -118,9 +118,9 @@ def _interval(
         return Interval(value, *_wilson(value, of.num_rows))
     defined = samples_B[np.isfinite(samples_B)]
     ends = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist() if len(defined) else [value]
-    reached = np.maximum([_reached(*part) for part in parts], lowest).mean(axis=0).tolist()
-    if all(map(math.isfinite, reached)):
-        ends += reached
+    reached = np.array([_reached(*part) for part in parts])
+    if np.isfinite(reached).all():
+        ends += np.maximum(reached, lowest).mean(axis=0).tolist()
     low, high = min(*ends, value), max(*ends, value)
     return Interval(value, low, high) if low < high else Interval(value, None, None)
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from hpo.code import errors_of_code
-from hpo.errors import ModelError
+from hpo.errors import CodeError, ModelError
 from hpo.extensions import HEADS, POOLINGS, options_of
+from hpo.memory import is_out_of_memory
 from hpo.models.batch_independence import check_texts_are_independent
 from hpo.models.dropout import use_bit_dropout
 from hpo.models.encoder import encoder_layers, is_causal, max_positions, takes_type_ids
@@ -177,7 +178,7 @@ def _pooling(heads: HeadSettings, hidden_size: int) -> Callable[[Tensor, Tensor]
         if callable(pool):
             problem = _wrong_output(pool, expected, torch.zeros(shape), torch.ones(2, 3, dtype=torch.long))
         if problem:
-            raise ModelError(f"pooling: `{heads.pooling}` must give {expected} of states {shape}, {problem}.")
+            raise CodeError(f"pooling: `{heads.pooling}` must give {expected} of states {shape}, {problem}.")
         return pool
     return _POOLINGS[heads.pooling]
 
@@ -219,14 +220,14 @@ def _head(settings: HeadSettings, hidden_size: int, task: Task) -> nn.Module:
 
 
 def _check_head(head: Any, hidden_size: int, task: Task, name: str) -> None:
-    """Raise ModelError if a head of the study's own code is no module, or its logits have another shape."""
+    """Raise CodeError if a head of the study's own code is no module, or its logits have another shape."""
     shape = (2, 3, hidden_size) if task.level == "token" else (2, hidden_size)
     expected = (*shape[:-1], task.num_outputs)
     problem = f"but it is a {type(head).__name__}"
     if isinstance(head, nn.Module):
         problem = _wrong_output(head, expected, torch.zeros(shape))
     if problem:
-        raise ModelError(
+        raise CodeError(
             f"head_type: `{name}` must be a module that for the task `{task.name}` gives logits {expected} "
             f"of states {shape}, {problem}."
         )
@@ -243,6 +244,8 @@ def _wrong_output(part: Callable[..., Any], expected: tuple[int, ...], *inputs: 
         with errors_of_code(), torch.no_grad():
             made = part(*inputs)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise
         return f"but raises {type(error).__name__}: {error}"
     if isinstance(part, nn.Module):
         part.train()

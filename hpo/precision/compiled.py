@@ -11,8 +11,8 @@ bit; in a wider one, some of them change. The shapes are the trial's, so nothing
    step 2 was lost. Otherwise the weight is unused, or its results are noise, and it is unverified.
 
 A part in fp32 under autocast is unverified if step 2 changes nothing, because the next product may round its
-output. A result is not compared if it differs between two equal passes. The biases beside the weights are 0,
-because a sum with a large bias may round a change away. All weights and biases are restored bit for bit.
+output. A result is not compared if it differs between two equal passes. Vectors beside the weights are 0: a
+sum with a large bias may round a change away. All weights and vectors are restored bit for bit.
 """
 
 import contextlib
@@ -148,11 +148,16 @@ def _on_grid(
     model: nn.Module, carriers: Mapping[str, Tensor]
 ) -> Iterator[Callable[[Mapping[str, int | None]], None]]:
     """Round the weights to fractions of two bits; yield a function that changes some by 2^-k (None: by 0)."""
-    named = dict(model.named_parameters())
-    beside = {f"{name.rpartition('.')[0]}.bias" for name in carriers}
-    biases = [named[name] for name in sorted(beside & named.keys())]
-    tensors = [*carriers.values(), *(model.get_parameter(name) for name in carriers), *biases]
-    originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
+    modules = {name.rpartition(".")[0] for name in carriers}
+    tensors = [*carriers.values(), *(model.get_parameter(name) for name in carriers)]
+    vectors = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 1
+        and name.rpartition(".")[0] in modules
+        and all(parameter is not one for one in tensors)
+    ]
+    originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in (*tensors, *vectors)}
 
     def change(changes: Mapping[str, int | None]) -> None:
         with torch.no_grad():
@@ -168,8 +173,8 @@ def _on_grid(
             for tensor, _ in originals.values():
                 if tensor.dtype in _ONES:
                     tensor.fill_(_ONES[tensor.dtype])
-            for bias in biases:
-                bias.zero_()
+            for vector in vectors:
+                vector.zero_()
         change(dict.fromkeys(carriers))
         yield change
     finally:

@@ -76,8 +76,9 @@ def state_facts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     num_bytes = elements = 0
     for state in states:
         for value in state.values():
-            tensors = list(value.values()) if isinstance(value, Mapping) else [value]
-            if not isinstance(tensors[0], Tensor) or not tensors[0].dim():
+            stored = value.values() if isinstance(value, Mapping) else [value]
+            tensors = [one for one in stored if isinstance(one, Tensor) and one.dim()]
+            if not tensors:
                 continue
             dtypes[str(tensors[0].dtype).removeprefix("torch.")] += 1
             num_bytes += sum(tensor.nbytes for tensor in tensors)

@@ -247,7 +247,7 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[N
             raise
         generator.graphsafe_set_state(before)
         # PyTorch 2.11 still sends allocations to the pool, and then frees no cached memory.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(device, pool)
         raise RuntimeError(str(error)) from error  # out of memory too: the caller must drop its graphs
 

@@ -266,7 +266,7 @@ class Executor:
                     score(task, [kind_of(task).truth(rows[0])] * len(rows), rows)
 
     def _check_parts(self, params: Mapping[str, Any]) -> None:
-        shown = "the model"
+        refused = "the model cannot be built"
         try:
             with errors_of_code():
                 parts = build_trial(self.resolved, params, self.loader)
@@ -280,6 +280,7 @@ class Executor:
             amp = MixedPrecision(parts.resolution.precision, parts.config.amp, self.device)
             encoder = parts.config.encoder
             shown = f"the encoder {encoder if isinstance(encoder, str) else 'of this config'}"
+            refused = f"{shown} cannot run a batch of this study's data"
             with errors_of_code():
                 side = Side(parts.model, amp, work_of(parts, parts.batch(2, 1)), is_reference=True)
                 broken = side.run().broken()
@@ -297,9 +298,7 @@ class Executor:
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # another device may have more memory
-            raise ModelError(
-                f"{shown} cannot run a batch of this study's data: {type(error).__name__}: {error}"
-            ) from error
+            raise ModelError(f"{refused}: {type(error).__name__}: {error}") from error
 
     def _check_float32_parts(self, model: MultitaskModel, encoder: Any) -> None:
         """Raise ModelError if a searched part is not in the model of an encoder that it is searched with."""

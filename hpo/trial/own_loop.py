@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hpo.config.limits import MEASURED_METRICS
-from hpo.errors import InputError, Invalid, Nonfinite
+from hpo.errors import CodeError, InputError, Invalid, Nonfinite
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.effective import Agreement, observe, observe_model, restored
 from hpo.precision.table import Precision
@@ -75,13 +75,15 @@ class Amp:
         trial, model, amp = self._trial, self._model, self._mixed_precision
         trial.end_setup()
         amp.start_step()
-        optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients(optimizer)
         in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
         loss = backward(
             amp,
             lambda: loss_of_batch(model, fitting_batch(model, batch)).squeeze(),
             lambda: in_fp32(amp.scaler.scale),
         )
+        if all(parameter.grad is None for parameter in _parameters(optimizer)):
+            raise CodeError("amp.step: no parameter of the optimizer has a gradient by the loss.")
         amp.end_step(amp.step_fallbacks if amp.config.fallback_to_fp32 else 0)
         apply_gradients(_parameters(optimizer), optimizer, loss, amp, trial.config.max_grad_norm or 0.0)
         trial.count_step(loss, num_examples)
@@ -106,13 +108,18 @@ class Amp:
             scale(loss).backward()
         return loss.detach()
 
+    def _clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clear those of the model, also beside the optimizer, and of parameters beside the model."""
+        self._model.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
+
     def _is_finite_in_fp32(
         self, in_fp32: Callable[..., Tensor], optimizer: torch.optim.Optimizer
     ) -> bool | None:
         """Repeat the last step in fp32. None: another step broke, or the weights have changed since."""
         if not bool(self._mixed_precision.last_skipped):
             return None
-        optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients(optimizer)
         loss = in_fp32(lambda loss: loss)
         gradients = [one.grad for one in _parameters(optimizer) if one.grad is not None]
         norm = gradient_norm(gradients, self._mixed_precision.device.type)

@@ -142,7 +142,7 @@ class OwnTrial(BaseRun):
         """The end of the last optimiser step; None: a report came after it."""
         self._seen: Observation | None = None
         self._steps_of_amp = set[bool]()
-        """True for a step of `Amp.step`, False for another step; of all steps of this process."""
+        """True for a step of `Amp.step`, False for another step; of all steps of the trial."""
         self._ended: HpoError | None = None
         self._is_set_up = False
 
@@ -373,13 +373,16 @@ class OwnTrial(BaseRun):
     def _load(self, checkpoint: Checkpoint) -> None:
         self._checkpoint, state = checkpoint, checkpoint.state
         self.round, self._reported_step = state["round"], state["progress"]["step"]
+        self.is_watched = state.get("is_watched", False)  # not in earlier versions
+        self._steps_of_amp.update(state.get("steps_of_amp", ()))
 
     def _weights(self) -> dict[str, Tensor]:
         return dict(self.modules.state_dict())
 
     def _training_state(self) -> dict[str, Any]:
         kept = {name: _state_of(one) for name, one in self.kept.items()}
-        return {"kept": kept, "round": self.round, "random_states": all_states()}
+        facts = {"is_watched": self.is_watched, "steps_of_amp": sorted(self._steps_of_amp)}
+        return {"kept": kept, "round": self.round, "random_states": all_states(), **facts}
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
         """Write a checkpoint: inside a round the best weights alone, between rounds also the state."""

@@ -56,8 +56,8 @@ def test_a_worker_needs_only_the_database(made: Path) -> None:
     assert (listed["name"], listed["state"], listed["workers"]) == ("tiny", "done", 0)
     assert listed["trials"] == {"open": 0, "running": 0, "done": 2, "total": 2}
     assert "tiny   finished  2 of 2" in ok(hpo_command(made, "studies", width=120)).out
-    for command in ("worker", "resume"):
-        assert "raise --n-trials of `hpo run`" in ok(hpo_command(made, command, "tiny")).out
+    assert "raise --n-trials of `hpo run`" in ok(hpo_command(made, "worker", "tiny")).out
+    assert ok(hpo_command(made, "resume", "tiny")).out.endswith("was not paused: 2 of 2 trials ended.\n")
 
 
 def test_a_definition_with_another_name_is_refused(made: Path) -> None:

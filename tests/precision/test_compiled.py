@@ -78,12 +78,24 @@ def test_agreement_of_compiled_models(compute: Compute, name: str, compiles: boo
     assert torch.equal(torch.get_rng_state(), generator)
 
 
+class Shifted(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.shift = linear.weight, linear.bias
+
+    def forward(self, states: Tensor) -> Tensor:
+        return F.linear(states, self.weight, self.shift)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
-def test_bias_hides_no_product(name: str) -> None:
+def test_bias_hides_no_product(name: str, shifted: bool) -> None:
     """Rare classes begin with such a bias."""
     model, step = prepared(name)
     for head in model.heads:
         nn.init.constant_(head.get_parameter("1.bias"), -5.0)
+        if shifted:
+            head[1] = Shifted(head[1])
     with unchanged(model):
         assert judged(model, step, name) == (True, "")
 

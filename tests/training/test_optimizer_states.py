@@ -6,7 +6,15 @@ from support.tiny_loop import parameter_group
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpo.training.float32_optimizer import BLOCK, SIGNED, decode, dynamic_fractions, encode, nearest
+from hpo.training.float32_optimizer import (
+    BLOCK,
+    SIGNED,
+    decode,
+    dynamic_fractions,
+    encode,
+    nearest,
+    state_facts,
+)
 from hpo.training.optim import build_optimizer, optimizer_state_facts
 
 BYTES = {"bf16": 2.0, "int8": 1 + 4 / 256}
@@ -94,6 +102,12 @@ def test_bytes_of_every_optimizer(name: str, num_bytes: float, dtype: torch.dtyp
     optimizer.step()
     facts = optimizer_state_facts(optimizer, "fp32")
     assert (facts["dtypes"].keys(), facts["bytes"]) == ({"float32"}, num_bytes * weight.numel())
+
+
+def test_bytes_of_nested_states_of_an_own_optimizer() -> None:
+    nested = {"a": torch.ones(2), "n": 3, "step": torch.tensor(3.0)}
+    facts = state_facts([{"empty": {}, "nested": nested, "step": 4}])
+    assert (facts["dtypes"], facts["bytes"]) == ({"float32": 1}, 8)
 
 
 @pytest.mark.parametrize("kind", SHORT)

@@ -103,6 +103,46 @@ def test_step_is_of_the_parameters_of_the_optimizer(tmp_path: Path, precision: s
     torch.testing.assert_close(weight, model[3].weight.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_step_clears_gradients_beside_the_optimizer(tmp_path: Path) -> None:
+    step = "amp.step(loss_of_batch, ROWS, optimizer)"
+    norms = f"{{{step} and model[0].weight.grad.norm().item() for _ in range(3)}}"
+    still = PART.replace('run.params["learning_rate"]', "0.0").replace(step, f"assert len({norms}) == 1")
+    result = run(own_executor(tmp_path, still))
+    assert result.outcome == "complete", result.reason
+
+
+def test_step_without_a_gradient_is_invalid(tmp_path: Path) -> None:
+    unused = PART.replace("[model[3].weight, scale]", "[nn.Parameter(torch.ones(1))]")
+    result = run(own_executor(tmp_path, unused))
+    assert result.outcome == "invalid"
+    assert "no parameter of the optimizer has a gradient" in result.reason
+
+
+ENDS_LATE = """
+@hpo.trial
+def train(run):
+    model = net()
+    amp = run.prepare(model, loss_of_batch, (ROWS, CLASSES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.keep(model=model, optimizer=optimizer)
+    while run.step < 4:
+        amp.step(loss_of_batch, (ROWS, CLASSES), optimizer)
+        run.report({"accuracy": 0.5}, done=0.9 * run.step / 4)
+    if not run.folder.joinpath("begun").exists():
+        run.folder.joinpath("begun").touch()
+        raise KeyboardInterrupt
+    run.report({"accuracy": 0.7})
+"""
+
+
+def test_resume_without_a_step_keeps_what_was_observed(tmp_path: Path) -> None:
+    executor = own_executor(tmp_path, ENDS_LATE)
+    with pytest.raises(KeyboardInterrupt):
+        run(executor, tmp_path / "trial", fp_precision="fp32")
+    resumed = run(executor, tmp_path / "trial", fp_precision="fp32").telemetry
+    assert (resumed["resumed_from_step"], resumed["precision"]["agrees"]) == (4, True)
+
+
 @pytest.mark.parametrize("fallback", [False, True])
 def test_loss_of_one_number_in_a_list(tmp_path: Path, fallback: bool) -> None:
     loop = changed("amp.step(loss_of_batch", "amp.step(lambda *of: loss_of_batch(*of)[None]")

@@ -44,6 +44,7 @@ from hpo.study.sampling.promotion import (
     PAUSED_ATTR,
     RESUMED_ATTR,
     RUN_ATTRS,
+    WHOLE_ATTR,
     Promotion,
     is_paused,
 )
@@ -386,5 +387,6 @@ class WorkerLease(Membership):
             num_failures, number = num_failures + 1, retry_of[number]
         if num_failures > self.max_retries:
             return None
-        enqueued = {name: of for name, of in lease.trial.user_attrs.items() if name not in RUN_ATTRS}
+        given = lease.trial.user_attrs
+        enqueued = {name: given[name] for name in (SOURCE_ATTR, WHOLE_ATTR) if name in given}
         return {**enqueued, "retry_of": lease.number}
