@@ -49,8 +49,8 @@ class Chart:
 
     def with_title(self) -> go.Figure:
         """Return the figure with its title, of the size of its container."""
-        title = {"text": _text(self.title), "x": 0.01}
-        return go.Figure(self.figure).update_layout(title=title, height=None, margin_t=48)
+        title = {"text": _text(self.title), "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 12}}
+        return go.Figure(self.figure).update_layout(title=title, height=None, margin_t=72)
 
 
 def all_charts(tables: StudyTables) -> list[Chart]:
