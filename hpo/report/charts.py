@@ -49,8 +49,8 @@ class Chart:
 
     def with_title(self) -> go.Figure:
         """Return the figure with its title, of the size of its container."""
-        title = {"text": _text(self.title), "x": 0.01}
-        return go.Figure(self.figure).update_layout(title=title, height=None, margin_t=48)
+        title = {"text": _text(self.title), "x": 0.01, "y": 1, "yanchor": "top", "pad": {"t": 12}}
+        return go.Figure(self.figure).update_layout(title=title, height=None, margin_t=72)
 
 
 def all_charts(tables: StudyTables) -> list[Chart]:
@@ -77,7 +77,8 @@ def history(tables: StudyTables, index: int = 0) -> Chart:
     figure = _figure([*_points(rows, rows["number"], values), line], "trial number", _label(metric))
     if rows["number"].max() < 10:
         figure.update_xaxes(dtick=1)
-    caption = f"{len(rows)} complete trials. The line is the best so far ({direction})."
+    shown = f"The line is the best so far ({direction})" if len(met) else "None is within all limits"
+    caption = f"{len(rows)} complete trials. {shown}."
     return Chart(_key("history", index), f"{metric} by trial", figure, caption)
 
 
@@ -129,16 +130,18 @@ def metric_throughput(tables: StudyTables) -> Iterator[Chart]:
 
 
 def objectives(tables: StudyTables) -> Chart:
-    """Plot the first two objectives against each other with the Pareto front of all objectives."""
+    """Plot the first two objectives against each other, with the Pareto front of trials within the limits."""
     metrics, directions, rows = tables.record.metric_names, tables.record.directions, tables.complete
     x, y = _objective(rows, metrics[0]), _objective(rows, metrics[1])
-    front = rows[rows["number"].isin([trial.number for trial in tables.best])]
+    met = rows[rows["meets_limits"].eq(True)]
+    front = met[met["number"].isin([trial.number for trial in tables.best])]
     traces = list(_points(rows, x, y))
     if len(metrics) == 2:
         traces.append(_front_line(front, x, y, directions[0]))
     x_label, y_label = (f"{_label(metrics[axis])}, {directions[axis]}" for axis in (0, 1))
     title = f"{metrics[1]} against {metrics[0]}"
-    return Chart("objectives", title, _figure(traces, x_label, y_label), _front_caption(rows, front))
+    among = " of the trials within all limits" if len(met) < len(rows) else ""
+    return Chart("objectives", title, _figure(traces, x_label, y_label), _front_caption(rows, front, among))
 
 
 def learning_curves(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
@@ -256,9 +259,9 @@ def _front_line(front: pd.DataFrame, x: pd.Series, y: pd.Series, x_direction: st
     return _line("Pareto front", list(x[order]), list(y[order]), dash="dash", shape=shape)
 
 
-def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
-    numbers = ", ".join(map(str, front["number"]))
-    return f"{len(rows)} complete trials. On the Pareto front: trial {numbers}."
+def _front_caption(rows: pd.DataFrame, front: pd.DataFrame, among: str = "") -> str:
+    numbers = f"trial {', '.join(map(str, front['number']))}" if len(front) else "none"
+    return f"{len(rows)} complete trials. On the Pareto front{among}: {numbers}."
 
 
 def _hover(rows: pd.DataFrame) -> list[str]:

@@ -119,6 +119,7 @@ def report_html(tables: StudyTables, study_file: str | None = None) -> str:
         charts=charts,
         num_objectives=len(record.metric_names),
         num_complete=len(tables.complete),
+        num_met=int(tables.complete["meets_limits"].eq(True).sum()),
         outcomes=", ".join(f"{count} {name}" for name, count in outcomes.most_common()),
         cards=cards,
         front=_aligned(cards),

@@ -31,7 +31,7 @@ from hpo.outcome import Outcome
 from hpo.redaction import HIDDEN, without_secrets
 from hpo.report.formats import format_value
 from hpo.report.trial_precision import observed_precision
-from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, is_over
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, choosable_trials, is_over
 from hpo.study.store.schema import EvaluationRow
 
 _SECRET_NAME = re.compile(
@@ -174,7 +174,7 @@ def _study_run(record: StudyRecord, token: str, begun: Sequence[TrialRecord]) ->
     facts: dict[str, Any] = {"study": record.name, "state": record.state}
     facts |= {f"trials_{state}": count for state, count in record.counts.items()}
     metrics: dict[str, float] = {}
-    for best in best_trials(record)[:1]:
+    for best in best_trials(record)[:1] if choosable_trials(record) else ():
         params = {**dict.fromkeys(section(record.definition, "search_space")), **best.params}
         facts |= {"best_trial": best.number, **{f"best.{name}": value for name, value in params.items()}}
         values = zip(record.metric_names, best.values or (), strict=False)

@@ -1,4 +1,4 @@
-"""The report of a study in a real browser."""
+"""The report of a study, and the charts of its dashboard, in a real browser."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from support.study_records import EXAMPLES_PER_SECOND, fake_record
 
+from hpo.report.charts import all_charts
 from hpo.report.report import write_report
+from hpo.report.tables import StudyTables
 
 UNKNOWN = re.compile(r"\b(nan|None|undefined|Infinity|inf)\b")
 """Texts of an unknown value that a page must not show."""
@@ -42,4 +44,17 @@ def test_report_draws_the_scores_of_all_trials(tmp_path: Path, chromium: Any, wi
     assert max(page.evaluate(rights)) <= width
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert (problems, requests) == ([], [path.as_uri()])
+    page.close()
+
+
+@pytest.mark.browser
+def test_titles_of_the_dashboard_are_above_the_legends(chromium: Any) -> None:
+    page = chromium.new_page(viewport={"width": 560, "height": 450})
+    for chart in all_charts(StudyTables(fake_record())):
+        page.set_content(chart.with_title().to_html(default_height="450px"))
+        page.wait_for_selector(".gtitle")
+        legend, title = page.query_selector(".legend"), page.query_selector(".gtitle").bounding_box()
+        if legend is not None:
+            assert title["y"] >= 0
+            assert title["y"] + title["height"] <= legend.bounding_box()["y"], chart.title
     page.close()

@@ -1,5 +1,6 @@
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 from support.tracked_study import TrackedStudy
@@ -85,3 +86,12 @@ def test_content_of_trial(tracked: TrackedStudy) -> None:
     facts["observed"] = "products of 3 weight matrices in bfloat16, TF32 off, not compiled"
     assert {name: whole.facts[f"precision_{name}"] for name in facts} == facts
     assert (broken.facts["outcome"], broken.facts["device"]) == ("nonfinite", "Example CPU")
+
+
+def test_no_trial_beyond_the_limits_is_the_best(tracked: TrackedStudy) -> None:
+    tracked.run("complete")
+    for excess, is_named in ((0.0, True), (0.5, False)):
+        trials = [replace(trial, constraints={"f1": excess}) for trial in tracked.record.trials]
+        study = runs_of(replace(tracked.record, trials=trials), "token")[0].study
+        assert study is not None
+        assert ("best_trial" in study.facts) == ("best/score" in study.points[0].metrics) == is_named
