@@ -8,8 +8,9 @@ import importlib
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ def _graph(network: MultitaskModel, batch: tuple[Tensor, ...]) -> Any:
     """Return the `onnx.ModelProto`. Raises ModelError if the exporter fails."""
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
-        with quiet(), torch.no_grad():
+        # torch.export prints the whole graph where it fails.
+        with quiet(), redirect_stderr(StringIO()), torch.no_grad():
             program = torch.onnx.export(
                 _Positional(network).eval(),
                 batch,

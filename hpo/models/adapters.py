@@ -163,7 +163,8 @@ def merge_adapter(model: Any) -> None:
     for name, layer in list(encoder.named_modules()):
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
-            encoder.set_submodule(name, layer.get_base_layer())
+            if not name.endswith(".base_layer"):  # two matrices of experts have nested layers
+                encoder.set_submodule(name, layer.get_base_layer())
     del encoder.peft_config
 
 

@@ -53,7 +53,10 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
 
     The compiler treats weights of one class, shape and format alike. One of each is changed alone.
     """
-    formats = {name: seen.expected(name, precision) for name in seen.products}
+    # A change of a shared weight shows in the parts in fp32, whatever its other products are.
+    formats = {
+        name: seen.expected(name, precision) for name in seen.products if name not in seen.shared_weights
+    }
     carriers = {name: _carrier(model, name) for name in formats}
     for name, tensor in carriers.items():
         if not tensor.is_floating_point() or type(tensor) not in (Tensor, nn.Parameter):

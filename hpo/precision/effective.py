@@ -47,7 +47,7 @@ from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision, fp32_backends, reduced_precision_reduction, tf32_is_on
 from hpo.precision.float8 import float8_facts, float8_weights, no_float8
 from hpo.precision.origins import UNMEASURED, Origins, narrower, storage, strided
-from hpo.precision.parts import float32_weights
+from hpo.precision.parts import InFloat32, float32_weights
 from hpo.precision.table import Precision
 from hpo.random_numbers import manual_seed
 
@@ -84,6 +84,11 @@ class Observation:
     float8_weights: frozenset[str] = frozenset()
     float32_weights: frozenset[str] = frozenset()
     """Weights of the parts in fp32."""
+    shared_weights: set[str] = field(default_factory=set)
+    """Weights of the rest of the model with fp32 products inside these parts, such as relative positions.
+
+    `products` has only their other products.
+    """
     compiled: Agreement | None = None
     """The agreement of the compiled model; None: the model is eager."""
 
@@ -166,8 +171,14 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         compiled=Agreement(None, COMPILED) if compiled_modules(model) else None,
     )
     # The operators of parts compiled by the model itself are visible only if these run eagerly.
-    with torch.compiler.set_stance("force_eager"), _Products(model, seen):
-        yield seen
+    with torch.compiler.set_stance("force_eager"), contextlib.ExitStack() as hooks:
+        products = _Products(model, seen)
+        for module in model.modules():
+            if isinstance(module, InFloat32):
+                hooks.enter_context(module.register_forward_pre_hook(products.enter_part))
+                hooks.enter_context(module.register_forward_hook(products.leave_part, always_call=True))
+        with products:
+            yield seen
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
@@ -190,6 +201,13 @@ class _Products(TorchDispatchMode):
         self.seen = seen
         self.known: dict[Any, str] = {}
         self.origins = Origins(model)
+        self.num_parts = 0  # calls of parts in fp32 that have not returned
+
+    def enter_part(self, *_: object) -> None:
+        self.num_parts += 1
+
+    def leave_part(self, *_: object) -> None:
+        self.num_parts -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if set(types) - {Tensor, nn.Parameter}:
@@ -215,8 +233,12 @@ class _Products(TorchDispatchMode):
                 key = call.key(tensor)
                 if weight.narrowest != UNMEASURED and key not in self.known:
                     self.known[key] = call.measure(tensor, data)
-                measured = self.known.get(key, UNMEASURED)
-                self.seen.products[weight.name].add(narrower(weight.narrowest, measured))
+                measured = narrower(weight.narrowest, self.known.get(key, UNMEASURED))
+                is_rest = weight.name not in self.seen.float32_weights
+                if self.num_parts and is_rest and measured == "float32":
+                    self.seen.shared_weights.add(weight.name)
+                else:
+                    self.seen.products[weight.name].add(measured)
         return True
 
 

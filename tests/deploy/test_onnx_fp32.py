@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from support.tiny_encoders import BERT
 from support.tiny_onnx import TEXTS, probabilities, random_batch, write_both
 
 import hpo
@@ -15,6 +16,9 @@ from hpo.deploy import onnx_fp32
 from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import ModelError
 from hpo.inference.model import TrainedModel
+from hpo.models.encoder import load_encoder
+
+LONGFORMER = {**BERT, "model_type": "longformer", "attention_window": [16, 16]}
 
 FAMILIES: dict[str, dict[str, str]] = {  # with the heads of each
     "bert": {},  # that of `tiny_exports`
@@ -78,6 +82,13 @@ def test_unfit_models_are_refused(tiny_exports: Path, tmp_path: Path, monkeypatc
             patched.setattr(owner, name, value)
             assert_refused(model, tmp_path, message)
     assert_refused(model.use("cpu", "bf16-true"), tmp_path, "this one is in bf16-true")
+
+
+def test_failed_export_prints_no_graph(tiny_exports: Path, tmp_path: Path, capfd: Any) -> None:
+    model = hpo.load(tiny_exports / "torch", device="cpu")
+    model.network.encoder = load_encoder(LONGFORMER, attention="eager")
+    assert_refused(model, tmp_path, "LongformerModel cannot be exported to ONNX")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_graph_with_other_logits_is_refused(tiny_exports: Path, tmp_path: Path, monkeypatch: Any) -> None:

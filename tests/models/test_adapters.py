@@ -16,7 +16,7 @@ from transformers import AutoModel
 import hpo
 from hpo.errors import ModelError, RunError
 from hpo.inference.model import TrainedModel
-from hpo.models.adapters import trained_state
+from hpo.models.adapters import AdapterSettings, add_adapter, merge_adapter, trained_state
 from hpo.models.encoder import load_encoder
 from hpo.outcome import Outcome
 from hpo.trial.best_model import export_checkpoint
@@ -105,6 +105,18 @@ def test_merged_model_predicts_the_same(tmp_path: Path, precision: str, base: st
     assert largest_error(alone, merged) < (2e-6 if precision == "fp32" else 2e-2)
     assert not any(".lora_" in name for name in load_file(tmp_path / "merged" / "model.safetensors"))
     assert type(AutoModel.from_pretrained(tmp_path / "merged")).__name__ == "BertModel"
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+def test_merged_experts_are_a_plain_model() -> None:
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    model: Any = torch.nn.Module()
+    model.encoder = load_encoder({**DECODERS["llama"], "model_type": "deepseek_v3", **sizes})
+    names = [*model.state_dict()]
+    add_adapter(model.encoder, AdapterSettings(adapter="lora"))
+    merge_adapter(model)
+    assert [*model.state_dict()] == names
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import amp_of
+from support.tiny_encoders import family_model, make_batch
 from torch import Tensor, nn
 
+from hpo.models.encoder import encoder_layers
 from hpo.precision.amp import prepare_model
 from hpo.precision.effective import observe_model
 from hpo.precision.parts import float32_modules, float32_weights, run_in_float32
@@ -74,6 +76,16 @@ def test_part_in_bf16_disagrees() -> None:
     agreement = observe_model(model, amp_of("bf16"), call).agreement(PRECISIONS["bf16"])
     said = "1 of 4 weights were not multiplied in bfloat16, or in float32 inside fp32_parts: "
     assert agreement == (False, f"{said}second.0.weight (bfloat16).")
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_relative_positions_have_the_formats_of_the_layers_that_read_them(name: str) -> None:
+    model, precision, batch = family_model("deberta-v2"), PRECISIONS[name], make_batch()
+    run_in_float32(encoder_layers(model.encoder)[1])
+    seen = observe_model(model, amp_of(name), lambda model: model(*batch))
+    assert seen.agreement(precision) == (True, "")
+    table = "encoder.encoder.rel_embeddings.weight"
+    assert (seen.products[table], seen.shared_weights) == ({precision.products}, {table})
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
