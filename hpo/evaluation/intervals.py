@@ -64,7 +64,7 @@ def metric_intervals(
             for task in tasks
             if (value := values[task.name].get(task.primary_metric)) is not None
         ]
-        score = _interval(primary, mean, primary_mean(tasks, samples))
+        score = _interval(primary, mean, primary_mean(tasks, samples), least=0.0)  # as in `primary_mean`
     by_task = {
         name: {
             metric: _interval([(statistics[name], metric, value)], value, samples[name][metric])
@@ -107,15 +107,21 @@ def _resamples(num_examples: int, num_resamples: int) -> Iterator[NDArray[np.flo
 
 
 def _interval(
-    parts: Sequence[tuple[RowStatistics, str, float]], value: float, samples_B: Samples
+    parts: Sequence[tuple[RowStatistics, str, float]],
+    value: float,
+    samples_B: Samples,
+    least: float = -math.inf,
 ) -> Interval:
-    """The interval of the mean of the metrics `parts`: rows, metric and value of each."""
+    """The interval of the mean of the metrics `parts`: rows, metric and value of each.
+
+    A metric below `least` counts as `least`.
+    """
     of, metric, _ = parts[0]
     if len(parts) == 1 and metric in kind_of(of.task).proportions:
         return Interval(value, *_wilson(value, of.num_rows))
     defined = samples_B[np.isfinite(samples_B)]
     ends = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist() if len(defined) else [value]
-    reached = np.mean([_reached(*part) for part in parts], axis=0).tolist()
+    reached = np.maximum([_reached(*part) for part in parts], least).mean(axis=0).tolist()
     if all(map(math.isfinite, reached)):
         ends += reached
     low, high = min(*ends, value), max(*ends, value)
