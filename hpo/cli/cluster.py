@@ -124,7 +124,7 @@ def _submit(study: str, array: WorkerArray, n_trials: int | None, *, quiet: bool
         (f"The database: export HPO_STORAGE={file}\n" if file else "")
         + f"Submitted job {job}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
         f"Watch it:  hpo status {array.study}   squeue --job {job}\n"
-        f"Logs:      {array.folder}/*.log",
+        f"Logs:      {array.sbatch.get('output', array.folder / '*.log')}",
     )
 
 

@@ -23,7 +23,7 @@ from hpo.errors import HpoError, InputError, StorageError, printable
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import is_of, noted_database
 from hpo.study.checkpoints.keep_best import Ended, without_checkpoints
-from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.checkpoints.remote_store import TRIAL_FOLDER, open_remote_store
 from hpo.study.reading.reader import read_study
 from hpo.study.store.failures import DATABASE_ERRORS, definition_of, explain
 from hpo.study.store.foreign import (
@@ -155,7 +155,8 @@ def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterato
 def _unread_checkpoints(
     storage: Storage, study: str, config: CheckpointConfig, folder: Path
 ) -> Iterator[Finding]:
-    trial_folders = sorted(folder.glob("trial-*"))  # before the trials are read, so that each has its trial
+    # Before the trials are read, so that each folder has its trial.
+    names = {path: TRIAL_FOLDER.fullmatch(path.name) for path in sorted(folder.iterdir()) if path.is_dir()}
     try:
         record = read_study(storage, study)
     except StorageError as error:  # a trial is damaged
@@ -168,8 +169,7 @@ def _unread_checkpoints(
         if trial.ended is not None
     ]
     gone = without_checkpoints(ended, record.directions, config.top_k)
-    for trial_folder in trial_folders:
-        number = int(trial_folder.name.removeprefix("trial-"))
+    for trial_folder, number in [(path, int(name[1])) for path, name in names.items() if name]:
         if number not in trials or number in gone:
             why = "one of the best" if number in trials else "of this study"
             problem = f"{trial_folder} ({_mib(trial_folder)}) is of trial {number}, which is not {why}."

@@ -39,7 +39,7 @@ _CHECKPOINT = re.compile(
     r"(?P<checkpoint>(step|best)-\d{8}-(?P<key>[0-9a-f]{12}))/"
     rf"(?P<file>{'|'.join(map(re.escape, FILES))})"
 )
-_TRIAL = re.compile(r"trial-(\d{5,})")
+TRIAL_FOLDER = re.compile(r"trial-(\d{5,})")
 _S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
 
 
@@ -121,7 +121,7 @@ class RemoteStore:
         with self._errors("checkpoints cannot be listed in"):
             paths = self._filesystem.find(base)
         parts = (path.removeprefix(f"{base}/").split("/")[0] for path in paths)
-        return {int(match[1]) for part in parts if (match := _TRIAL.fullmatch(part))}
+        return {int(match[1]) for part in parts if (match := TRIAL_FOLDER.fullmatch(part))}
 
     def remove_trials(self, study_folder: Path, numbers: Collection[int]) -> int:
         """Remove all checkpoints of these trials; return the number of trials with checkpoints."""

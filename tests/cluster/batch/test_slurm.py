@@ -125,6 +125,16 @@ def submit_held(folder: Path, url: str, num_workers: int) -> Any:
 class TestRealSlurm:
     pytestmark: ClassVar = [pytest.mark.slurm, pytest.mark.postgres]
 
+    @pytest.mark.usefixtures("slurm")
+    def test_answer_names_the_logs(self, postgres_url: str, tmp_path: Path) -> None:
+        write_study(tmp_path)
+        options = ["submit", "tiny.yaml", "--slurm", "--sbatch", "hold", "--storage", postgres_url]
+        for more, logs in (
+            ((), r"runs/tiny/slurm-\S+/\*\.log"),
+            (("--sbatch", "output=my-%a.log"), "my-%a.log"),
+        ):
+            assert re.search(f"^Logs: +{logs}$", ok(hpo_command(tmp_path, *options, *more)).out, re.MULTILINE)
+
     def test_password_is_in_its_file_alone(
         self, slurm: SlurmCluster, postgres_url: str, tmp_path: Path
     ) -> None:

@@ -79,11 +79,16 @@ def test_remove_checkpoints_without_trial(
         complete = trial_folder(run_trial(worker))
         pruned = trial_folder(run_trial(worker, "pruned"))
         running, unknown = trial_folder(begin(worker)[1].number), trial_folder(7)
+        of_user = [
+            shutil.copytree(pruned, pruned.with_name(f"trial-{name}")) for name in ("00001.bak", "1", "old")
+        ]
+        of_user.append(pruned.with_name("trial-00009"))
+        of_user[-1].touch()
         assert [one.problem for one in found(storage, host, fix=True)] == [
             f"{pruned} (1.0 MiB) is of trial 1, which is not one of the best.",
             f"{unknown} (1.0 MiB) is of trial 7, which is not of this study.",
         ]
-        assert sorted(complete.parent.glob("trial-*")) == [complete, running]
+        assert sorted(complete.parent.glob("trial-*")) == sorted([complete, running, *of_user])
         assert found(storage, host) == []
 
 
