@@ -177,26 +177,6 @@ def test_a_task_at_its_best_does_not_widen_the_score_upwards() -> None:
     assert found.score.high == pytest.approx((1 + high) / 2, abs=0.005)
 
 
-def test_the_score_is_at_least_0_however_wrong_a_regression_is() -> None:
-    """An r2 below 0 counts as 0 in the score."""
-    labels = [0.0, 1.0] * 12
-    found = metric_intervals(numbers(labels, [9.0] * 24))
-    assert found.tasks["t"]["r2"].low < found.tasks["t"]["r2"].value < -100
-    assert found.score.value == 0
-    assert found.score.low in (0, None)
-    half = statistics_of(SINGLE, ["a", "b"] * 12, ["a"] * 24)
-    both = metric_intervals(
-        {
-            **numbers(labels, [9.0] * 24),
-            "u": dataclasses.replace(half, task=Task("u", "single_label", ("a", "b"))),
-        }
-    )
-    alone = both.tasks["u"][SINGLE.primary_metric]
-    assert both.score == Interval(
-        alone.value / 2, pytest.approx(alone.low / 2), pytest.approx(alone.high / 2)
-    )
-
-
 def test_an_unknown_row_bound_without_spread_has_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal labels do not limit an error, and nothing limits a metric of own code."""
     assert ends(NUMBER, "mae", [2.0] * 50, [2.0] * 50) == (None, None)
