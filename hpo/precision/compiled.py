@@ -7,16 +7,18 @@ bit; in a wider one, some of them change. The shapes are the trial's, so nothing
 
 1. All weights are changed by a term too small for their formats. No result may change.
 2. Each kind of weight is changed alone by a term inside its format. Some result must change.
-3. If none does, the weight is changed by a term inside every format. If a result changes now, the change of
-   step 2 was lost. Otherwise the weight is unused, or its results are noise, and it is unverified.
+3. If none does, a later sum may have rounded the change away: with a large bias, or in nearly uniform
+   attention. So the weight is also multiplied by powers of two, which no format rounds.
+4. If still none does, the weight is changed by a term inside every format. If a result changes now, the
+   change of step 2 was lost. Otherwise the weight is unused, or its results are noise, and it is unverified.
 
 A part in fp32 under autocast is unverified if step 2 changes nothing, because the next product may round its
-output. A result is not compared if it differs between two equal passes. Vectors beside the weights are 0: a
-sum with a large bias may round a change away. All weights and vectors are restored bit for bit.
+output. A result is not compared if it differs between two equal passes. The weights are restored bit for bit.
 """
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +43,17 @@ LOSES = {"tf32": 12, "float16": 12, "bfloat16": 9, "float8": 5}
 KEEPS = {"float32": 12, "tf32": 9, "float16": 9, "bfloat16": 5, "float8": 2}
 """{format: k of a change inside it}."""
 EVERY_FORMAT_KEEPS = 2
+SCALES = (2.0**4, 2.0**8)
 _SMALLEST = 2.0**-10
 """Smaller values, relative to the largest, are set to 0: fp16 and float8 have too few bits for them."""
 _ONES = {torch.int8: 64, torch.uint8: 0xF0}
 """{dtype of a stored matrix: a fill}, for a matrix of its scales times a power of two, or (nf4, two values in
 a byte) times 1 and -1."""
+
+
+class _Change(Protocol):
+    def __call__(self, changes: Mapping[str, int | None], scale: float = 1.0) -> None:
+        """Change weights by a relative 2^-k (None: by 0), and multiply them."""
 
 
 def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: Observation) -> Agreement:
@@ -77,6 +85,18 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
             change(dict.fromkeys(changes))
             return {mode for mode, _ in different}
 
+        def shown_scaled(name: str, k: int) -> set[str]:
+            """Return the modes in which a change of a larger weight shows."""
+            modes: set[str] = set()
+            for scale in SCALES:
+                change({name: None}, scale)
+                unchanged = outputs()
+                noisy = noise | _differences(outputs(), unchanged)
+                change({name: k}, scale)
+                modes |= {mode for mode, _ in _differences(outputs(), unchanged) - noisy}
+            change({name: None})
+            return modes
+
         def add_noise() -> None:
             noise.update(_differences(outputs(), base))
 
@@ -97,7 +117,11 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
         kinds = {(_kind(model, name), formats[name]): name for name in named}
         for name in reversed(kinds.values()):
             modes = shown({name: KEEPS[formats[name]]})
-            if lacking := [mode for mode in MODES if mode not in modes]:
+            lacking = [mode for mode in MODES if mode not in modes]
+            if lacking:
+                scaled = shown_scaled(name, KEEPS[formats[name]])
+                lacking = [mode for mode in lacking if mode not in scaled]
+            if lacking:
                 visible = shown({name: EVERY_FORMAT_KEEPS})
                 lost_modes = visible.intersection(lacking)
                 if lost_modes and name not in seen.float32_weights:
@@ -147,25 +171,15 @@ def _differences(
 
 
 @contextlib.contextmanager
-def _on_grid(
-    model: nn.Module, carriers: Mapping[str, Tensor]
-) -> Iterator[Callable[[Mapping[str, int | None]], None]]:
-    """Round the weights to fractions of two bits; yield a function that changes some by 2^-k (None: by 0)."""
-    modules = {name.rpartition(".")[0] for name in carriers}
+def _on_grid(model: nn.Module, carriers: Mapping[str, Tensor]) -> Iterator[_Change]:
+    """Round the weights to fractions of two bits; yield a function that changes some."""
     tensors = [*carriers.values(), *(model.get_parameter(name) for name in carriers)]
-    vectors = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 1
-        and name.rpartition(".")[0] in modules
-        and all(parameter is not one for one in tensors)
-    ]
-    originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in (*tensors, *vectors)}
+    originals = {id(tensor): (tensor, tensor.detach().clone()) for tensor in tensors}
 
-    def change(changes: Mapping[str, int | None]) -> None:
+    def change(changes: Mapping[str, int | None], scale: float = 1.0) -> None:
         with torch.no_grad():
             for name, k in changes.items():
-                values = _rounded(originals[id(carriers[name])][1])
+                values = scale * _rounded(originals[id(carriers[name])][1])
                 if k is not None:
                     is_second = torch.arange(values.numel(), device=values.device) % 2
                     values = values * (1 + is_second.reshape(values.shape) * 2.0**-k)
@@ -176,8 +190,6 @@ def _on_grid(
             for tensor, _ in originals.values():
                 if tensor.dtype in _ONES:
                     tensor.fill_(_ONES[tensor.dtype])
-            for vector in vectors:
-                vector.zero_()
         change(dict.fromkeys(carriers))
         yield change
     finally:
