@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu
 import peers
@@ -56,6 +57,25 @@ def test_a_part_without_enough_time_is_left_out(capsys: pytest.CaptureFixture[st
     report = gpu.Report(100.0, None)
     assert [report.allows(name, seconds) for name, seconds in (("a", 50.0), ("b", 150.0))] == [True, False]
     assert report.left_out == ["b"]
+
+
+def test_a_failed_contender_ends_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_contender(benchmark: Any, workload: str, precision: str, name: str, number: int) -> None:
+        if name == "trainer":
+            raise RuntimeError("no room")
+        if number:
+            rates = {"train": [4.0], "whole": [2.0], "evaluate": [1.0]}
+            benchmark.measured[workload, precision, name] = rates
+
+    monkeypatch.setattr(gpu.Benchmark, "run_contender", run_contender)
+    with pytest.raises(SystemExit):
+        gpu.main(["rounds", "--tiny", "--device", "cpu", "--rounds", "1"])
+    shown = capsys.readouterr().out
+    assert "round 1, short bf16 trainer FAILED: no room" in shown
+    assert "short bf16 hpo over plain: whole" in shown
+    assert "hpo over trainer" not in shown
 
 
 def test_the_texts_have_the_lengths_of_dialogues_and_of_sentences(tmp_path: Path) -> None:
