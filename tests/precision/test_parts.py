@@ -79,7 +79,7 @@ def test_part_in_bf16_disagrees() -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_relative_positions_have_the_formats_of_the_layers_that_read_them(name: str) -> None:
+def test_relative_positions_have_the_formats_of_their_layers(name: str) -> None:
     model, precision, batch = family_model("deberta-v2"), PRECISIONS[name], make_batch()
     run_in_float32(encoder_layers(model.encoder)[1])
     seen = observe_model(model, amp_of(name), lambda model: model(*batch))

@@ -135,7 +135,7 @@ def train(run):
 """
 
 
-def test_resume_without_a_step_keeps_what_was_observed(tmp_path: Path) -> None:
+def test_resume_without_a_step_keeps_the_observation(tmp_path: Path) -> None:
     executor = own_executor(tmp_path, ENDS_LATE)
     with pytest.raises(KeyboardInterrupt):
         run(executor, tmp_path / "trial", fp_precision="fp32")

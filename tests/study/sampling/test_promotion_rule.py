@@ -120,7 +120,7 @@ def test_the_remaining_training(trials: Any, num_starts: int, left: float) -> No
     assert sum(stage.whole_trials for stage in stages) == pytest.approx(left)
 
 
-def test_trials_wait_at_a_rung_that_is_not_used_any_more() -> None:
+def test_trials_wait_at_an_unused_rung() -> None:
     """`n_trials` was lowered from 9 to 2. Both paused trials continue, and one of them to the end."""
     standings, rungs = standings_of(replace(PROMOTION, num_trials=2), (1.0,), (0.5,))
     assert standings.promoted(rungs, more_begin=False) == [0, 1]
