@@ -35,7 +35,8 @@ from hpo.precision.frozen import FrozenLinear
 from hpo.precision.table import Precision
 
 MODES = ("training", "evaluation")
-Step = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]
+Results = tuple[Sequence[Tensor], Sequence[Tensor]]
+Step = Callable[[], Results]
 """Call the model in each of the modes on the same inputs, and return its results."""
 
 LOSES = {"tf32": 12, "float16": 12, "bfloat16": 9, "float8": 5}
@@ -56,6 +57,39 @@ class _Change(Protocol):
         """Change weights by a relative 2^-k (None: by 0), and multiply them."""
 
 
+class _Effects:
+    """Changes of weights, and the modes in which the results show them. Noisy results do not count."""
+
+    def __init__(self, change: _Change, outputs: Step) -> None:
+        self._change, self._outputs = change, outputs
+        self._base = outputs()
+        self._noise: set[tuple[str, int]] = set()
+        self.add_noise()
+
+    def add_noise(self) -> None:
+        """Look for results that differ between equal passes."""
+        self._noise |= _differences(self._outputs(), self._base)
+
+    def shown(self, changes: Mapping[str, int]) -> set[str]:
+        """Return the modes with another result."""
+        self._change(changes)
+        different = _differences(self._outputs(), self._base) - self._noise
+        self._change(dict.fromkeys(changes))
+        return {mode for mode, _ in different}
+
+    def shown_scaled(self, name: str, k: int) -> set[str]:
+        """Return the modes in which a change of a larger weight shows."""
+        modes: set[str] = set()
+        for scale in SCALES:
+            self._change({name: None}, scale)
+            unchanged = self._outputs()
+            noise = self._noise | _differences(self._outputs(), unchanged)
+            self._change({name: k}, scale)
+            modes |= {mode for mode, _ in _differences(self._outputs(), unchanged) - noise}
+        self._change({name: None})
+        return modes
+
+
 def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: Observation) -> Agreement:
     """Compare the compiled model with `precision`. `seen` has the products of the eager model.
 
@@ -70,45 +104,20 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
         if not tensor.is_floating_point() or type(tensor) not in (Tensor, nn.Parameter):
             return Agreement(None, f"compiled, {name} is quantised, so that its products cannot be measured.")
 
-    def outputs() -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def outputs() -> Results:
         with restored(model):  # a step in training mode may change buffers
             return step()
 
     with _on_grid(model, carriers) as change:
-        base = outputs()
-        noise: set[tuple[str, int]] = set()
-
-        def shown(changes: Mapping[str, int]) -> set[str]:
-            """Return the modes with another result, without the noise."""
-            change(changes)
-            different = _differences(outputs(), base) - noise
-            change(dict.fromkeys(changes))
-            return {mode for mode, _ in different}
-
-        def shown_scaled(name: str, k: int) -> set[str]:
-            """Return the modes in which a change of a larger weight shows."""
-            modes: set[str] = set()
-            for scale in SCALES:
-                change({name: None}, scale)
-                unchanged = outputs()
-                noisy = noise | _differences(outputs(), unchanged)
-                change({name: k}, scale)
-                modes |= {mode for mode, _ in _differences(outputs(), unchanged) - noisy}
-            change({name: None})
-            return modes
-
-        def add_noise() -> None:
-            noise.update(_differences(outputs(), base))
-
-        add_noise()
+        effects = _Effects(change, outputs)
         # A GPU may run small products without TF32.
         lost = {} if precision.tf32 else {n: LOSES[kind] for n, kind in formats.items() if kind in LOSES}
-        if lost and shown(lost):
-            add_noise()  # a tensor may differ only now and then
+        if lost and effects.shown(lost):
+            effects.add_noise()  # a tensor may differ only now and then
             for name, k in lost.items():
-                if modes := shown({name: k}):
+                if modes := effects.shown({name: k}):
                     return _disagreement(name, f"in more than {formats[name]}", modes)
-            if shown(lost):
+            if effects.shown(lost):
                 return Agreement(None, "compiled, a change of all weights shows, but of no single one.")
         hidden: list[str] = []
         loses_as_tf32 = False
@@ -116,19 +125,19 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
         named = [name for name in reversed(formats) if ".pooler." not in name]
         kinds = {(_kind(model, name), formats[name]): name for name in named}
         for name in reversed(kinds.values()):
-            modes = shown({name: KEEPS[formats[name]]})
+            modes = effects.shown({name: KEEPS[formats[name]]})
             lacking = [mode for mode in MODES if mode not in modes]
             if lacking:
-                scaled = shown_scaled(name, KEEPS[formats[name]])
+                scaled = effects.shown_scaled(name, KEEPS[formats[name]])
                 lacking = [mode for mode in lacking if mode not in scaled]
             if lacking:
-                visible = shown({name: EVERY_FORMAT_KEEPS})
+                visible = effects.shown({name: EVERY_FORMAT_KEEPS})
                 lost_modes = visible.intersection(lacking)
                 if lost_modes and name not in seen.float32_weights:
                     return _disagreement(name, "in less than it should", lost_modes)
                 hidden.append(f"{name} in {' and '.join(lacking)}")
             if precision.tf32 and not loses_as_tf32:
-                loses_as_tf32 = bool(modes - shown({name: LOSES["tf32"]}))
+                loses_as_tf32 = bool(modes - effects.shown({name: LOSES["tf32"]}))
     if not kinds:
         return Agreement(None, f"compiled, {NO_PRODUCT}")
     if hidden:
@@ -158,9 +167,7 @@ def _disagreement(name: str, what: str, modes: Collection[str]) -> Agreement:
     return Agreement(False, f"compiled, {name} was multiplied {what}{where}.")
 
 
-def _differences(
-    one: tuple[Sequence[Tensor], Sequence[Tensor]], other: tuple[Sequence[Tensor], Sequence[Tensor]]
-) -> set[tuple[str, int]]:
+def _differences(one: Results, other: Results) -> set[tuple[str, int]]:
     """Return mode and number of each differing tensor."""
     return {
         (mode, number)
