@@ -193,7 +193,7 @@ class StudyConfig(CheckedSection):
         """Largest number of trials: `n_trials`, or the combinations of a smaller grid."""
         if self.sampler.name != "grid" or self.comparison is not None:
             return self.n_trials
-        return min(self.n_trials, math.prod(len(one.grid()) for one in self.search_space.values()))
+        return int(min(self.n_trials, math.prod(one.size for one in self.search_space.values())))
 
     @property
     def drawing_sampler(self) -> SamplerConfig:

@@ -155,8 +155,11 @@ def _checkpoints(storage: Storage, runs_dir: Path, study: str | None) -> Iterato
 def _unread_checkpoints(
     storage: Storage, study: str, config: CheckpointConfig, folder: Path
 ) -> Iterator[Finding]:
-    # Before the trials are read, so that each folder has its trial.
-    names = {path: TRIAL_FOLDER.fullmatch(path.name) for path in sorted(folder.iterdir()) if path.is_dir()}
+    trial_folders = {  # before the trials are read, so that each has its trial
+        path: int(name[1])
+        for path in sorted(folder.iterdir())
+        if path.is_dir() and (name := TRIAL_FOLDER.fullmatch(path.name))
+    }
     try:
         record = read_study(storage, study)
     except StorageError as error:  # a trial is damaged
@@ -169,7 +172,7 @@ def _unread_checkpoints(
         if trial.ended is not None
     ]
     gone = without_checkpoints(ended, record.directions, config.top_k)
-    for trial_folder, number in [(path, int(name[1])) for path, name in names.items() if name]:
+    for trial_folder, number in trial_folders.items():
         if number not in trials or number in gone:
             why = "one of the best" if number in trials else "of this study"
             problem = f"{trial_folder} ({_mib(trial_folder)}) is of trial {number}, which is not {why}."
