@@ -93,7 +93,7 @@ def test_text_of_others_is_neither_markup_nor_a_terminal_command(monkeypatch: py
 
 
 def test_speed_of_a_precision_is_a_median() -> None:
-    """As `Costs.speed_ratio`."""
+    """`Costs.speed_ratio` is this median."""
     *_, note, advice = trial_screens.verification([], "EPYC", "Use fp32.")
     assert "Speed (median of the repeats)" in str(note)
     assert str(advice) == "Use fp32."
