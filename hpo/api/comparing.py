@@ -64,7 +64,7 @@ def run_comparison(
     has_test = "test" in data.splits and not unlabelled
     comparison_study = open_comparison(database, search, config, request, device=device, has_test=has_test)
     check_trust(comparison_study, config, trust_remote_code=False)  # it may come from the database
-    in_advance = _in_advance(search, config, data, comparison_study)
+    in_advance = _in_advance(database, search, config, data, comparison_study, request)
     make_runs_folder(comparison_study.name)
 
     def run_round(study: StudyConfig) -> StudyRecord:
@@ -79,13 +79,24 @@ def run_comparison(
 
 
 def _in_advance(
-    search: StudyRecord, config: StudyConfig, data: DataSet, comparison_study: StudyConfig
+    database: Storage,
+    search: StudyRecord,
+    config: StudyConfig,
+    data: DataSet,
+    comparison_study: StudyConfig,
+    request: Request,
 ) -> list[str]:
-    """Log and return the statements before the first trial: the limit of the data, the number of trials."""
+    """Log and return the statements before the first trial: the limit of the data, the number of trials.
+
+    Raises InputError for a new comparison that cannot find a precision as good, unless it runs `anyway`.
+    """
     plan = comparison_study.comparison
     assert plan is not None
-    margin = math.inf if plan.question == CONFIGURATIONS else plan.margin
-    in_advance = [comparison_limit(config, data, margin), comparison_cost(search, plan)]
+    is_judged = plan.question != CONFIGURATIONS
+    limit = comparison_limit(config, data, plan.margin if is_judged else math.inf, plan)
+    if not (limit.can_be_as_good or request.anyway or database.has_study(comparison_study.name)):
+        raise InputError(f"{limit.text} To train all the same, in case a large loss shows: --anyway")
+    in_advance = [limit.text, comparison_cost(search, plan)]
     for sentence in in_advance:
         _logger.info("%s", sentence)
     return in_advance

@@ -302,7 +302,7 @@ class Study(ManagedStudy):
                 `configurations` shows the best ones, each in its own precision, and takes `top` and `seeds`.
             workers: processes on this machine.
             until: end of this job, like `hpo compare --until`.
-            **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`.
+            **options: `precisions` (names, fp32 among them), `top`, `seeds`, `max_seeds`, `margin`, `anyway`.
 
         Returns the content of `hpo compare --json`.
 

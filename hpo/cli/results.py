@@ -108,8 +108,9 @@ def _reproduced(study: hpo.Study, into: Path | None, others: Mapping[str, Any]) 
     precisions=optional(str, "NAMES", "Precisions to compare with fp32: bf16,fp16.", "all available"),
     top=optional(int, "K", "Number of configurations.", "3", min=1, max=20),
     seeds=optional(int, "N", "New seeds before the first verdict.", "3", min=3, max=MOST_SEEDS),
-    max_seeds=optional(int, "N", "Most seeds; may be raised later.", "12", min=3, max=MOST_SEEDS),
+    max_seeds=optional(int, "N", "Most seeds; may be raised later.", "36 runs", min=3, max=MOST_SEEDS),
     margin=optional(float, "POINTS", f"Losses below this are ignored. {IN_POINTS}", "0.5", min=1e-6),
+    anyway=flag("--anyway", "Train also if no precision can be shown to be as good."),
 )
 def compare(
     study: hpo.Study, *, configurations: bool, over: str | None = None, precisions: str = "", **options: Any

@@ -50,9 +50,11 @@ def _new_seeds(runs: Runs, index: int, baseline: Scored | None) -> dict[str, Any
     scores = [run for one in known if (run := one or baseline)]
     mean, low, high = math.nan, -math.inf, math.inf
     if scores and len(scores) == len(known):
-        values_R, rows_N = np.array([run.value for run in scores]), np.mean([run.rows_N for run in scores], 0)
-        bound = float(np.mean([run.row_bound for run in scores]))
-        mean, low, high = mean_interval(values_R, rows_N, row_bound=bound)
+        values_R = np.array([run.value for run in scores])
+        groups_G, bounds_G = (
+            np.mean([getattr(run, name) for run in scores], 0) for name in ("groups_G", "bounds_G")
+        )
+        mean, low, high = mean_interval(values_R, groups_G, bounds_G=bounds_G)
         most = 0.0 if is_error(runs.metric) else 100.0
         high = min(high, most) if mean <= most and math.isfinite(high) else high
     if is_error(runs.metric):

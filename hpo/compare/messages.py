@@ -41,7 +41,10 @@ def stated_error(num_precisions: int, runs: Runs) -> str:
     if num_precisions > 1:
         text += f"; any of {num_precisions} `as good` in at most {limit * num_precisions:g}%"
     scope = "this configuration" if num == 1 else f"these {num} configurations"
-    return f"{text}. The verdicts are about {scope} on new seeds and new rows of this kind."
+    return (
+        f"{text}, where its condition on large losses of runs holds. The verdicts are about {scope} on new "
+        "seeds and new rows of this kind."
+    )
 
 
 def collapse(trial: TrialRecord, configuration: int, score: float | None, runs: Runs) -> str:
@@ -49,7 +52,7 @@ def collapse(trial: TrialRecord, configuration: int, score: float | None, runs: 
     precision, seed = runs.plan.named(trial.params[runs.plan.setting]), trial.params["seed"]
     run = f"{precision}, trial {trial.number} (configuration {configuration}, seed {seed})"
     if score is not None:
-        return f"{run}: {runs.metric} {score:.2f}, nearer to the baseline than to {REFERENCE}."
+        return f"{run}: {runs.metric} {score:.2f}, nearer to the baseline than to its {REFERENCE}."
     return f"{run}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
 
 

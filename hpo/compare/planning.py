@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,9 @@ from hpo.trial.objectives import quality_objective
 
 FIRST_SEED = 1_000_000
 """First new seed, unless the search has had one of those that may follow."""
-DEFAULTS: Mapping[str, Any] = {"top": 3, "seeds": 3, "max_seeds": 12, "margin": 0.5}
+DEFAULTS: Mapping[str, Any] = {"top": 3, "seeds": 3, "max_seeds": None, "margin": 0.5}
+MOST_RUNS = 36
+"""Runs of each precision with the default of `max_seeds`: those of all configurations."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Request:
     seeds: int | None = None
     max_seeds: int | None = None
     margin: float | None = None
+    anyway: bool = False
+    """Train also where no precision can be shown to be as good."""
 
     @property
     def setting(self) -> str:
@@ -93,8 +98,6 @@ def plan_comparison(
     options = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
     if not is_judged:
         options["max_seeds"] = options["seeds"]
-    if options["seeds"] > options["max_seeds"]:
-        raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**options))
     names = sorted((config.search_space.keys() | {PRECISION}) - {setting, SEED})
     settings = {trial.number: _settings(config, trial, names) for trial in best}
     if is_judged:
@@ -107,6 +110,10 @@ def plan_comparison(
             for one in best[: options["top"]]
         )
         precisions = tuple(dict.fromkeys(one.precision for one in configurations))
+    if options["max_seeds"] is None:
+        options["max_seeds"] = max(options["seeds"], math.ceil(MOST_RUNS / len(configurations)))
+    if options["seeds"] > options["max_seeds"]:
+        raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**options))
     used = {trial.params.get(SEED, config.training.seed) for trial in record.trials}
     num_seeds = len(configurations) * MOST_SEEDS
     starts = itertools.count(FIRST_SEED, num_seeds)

@@ -1,7 +1,7 @@
 """Results of a comparison so far, in their stored form, and the plan of its next round."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpo.compare import messages
@@ -91,7 +91,7 @@ def _judge(runs: Runs, precision: str, metric: str) -> Verdict:
     question = Question(metric, plan.margin, *names)
     theirs = [runs.scored(pair.theirs, metric) for pair in pairs]
     ours = [runs.scored(pair.ours, metric) for pair in pairs]
-    return judge(question, theirs, ours, runs.facts(question))
+    return judge(question, theirs, ours, runs.facts(question), [pair.configuration for pair in pairs])
 
 
 def _collapsed_runs(
@@ -104,11 +104,11 @@ def _collapsed_runs(
     shown = set()
     for one in evidence:
         collapses = one.verdict.collapses
-        for pair in one.pairs:
-            for run in (pair.ours, pair.theirs):
+        for index, pair in enumerate(one.pairs):
+            for run, side in ((pair.ours, "other"), (pair.theirs, "reference")):
                 score = runs.scored(run, runs.metric)
-                is_far = score and collapses and score.value < collapses.middle
-                if run.number not in shown and (score is None or is_far):
+                is_collapsed = score is None or (collapses and getattr(collapses, side)[index])
+                if run.number not in shown and is_collapsed:
                     shown.add(run.number)
                     configuration = runs.plan.configurations[pair.configuration].trial
                     yield run, configuration, score.value if score else None
@@ -138,9 +138,10 @@ def _as_json(runs: Runs, one: Evidence) -> dict[str, Any]:
         **_numbers(verdict),
         "num_runs": verdict.num_runs,
         "num_seeds": runs.plan.num_seeds.get(one.precision, 0),
+        "num_groups": verdict.num_groups,
         "row_bound": verdict.row_bound,
-        "num_collapsed": collapses.num_collapsed if collapses else None,
-        "collapse_share": collapses.possible_share if collapses else None,
+        "num_collapsed": sum(collapses.other) if collapses else None,
+        "condition": verdict.condition and asdict(verdict.condition),
         "reason": verdict.reason,
         "sentence": messages.verdict(verdict, one.precision, runs),
     }

@@ -135,7 +135,12 @@ class _Run:
             self._references[split] = fp32
         reference = self._references[split]
         statistics = reference if name == REFERENCE else self._statistics(name, split)
-        return judge_form(self._question(name, split), statistics, reference)
+        judged = judge_form(self._question(name, split), statistics, reference)
+        if (
+            self._limit and judged.verdict == "not_shown" and judged.score
+        ):  # the limit is said once, in a note
+            return replace(judged, reason=f"{name} is not shown to be as good as {REFERENCE}.")
+        return judged
 
     def _statistics(self, name: str, split: str) -> Statistics | None:
         model = self._models[name]

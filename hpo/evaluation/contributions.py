@@ -3,7 +3,7 @@
 A metric that is no mean over rows has pseudo-values in place of rows: N times the metric less N - 1 times the
 metric of all rows but one (the jackknife: Efron & Tibshirani 1993, chapter 11). Only labelled rows count.
 Pseudo-values of different rows are not independent, so the error rates of verdicts are measured
-(tests/benchmarks/verdict_errors.py).
+(tests/benchmarks/verdict_errors.py). Rows of one group (`RowStatistics.group_E`) have one contribution.
 
 Scores are in points (hundredths). `mae` and `rmse` are in the units of the labels and change their sign, so
 that higher is better. Errors of a regression count as the range of the labels where they are larger.
@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
-from hpo.evaluation.decision import Array, excludable_loss
+from hpo.evaluation.decision import Array, common_bound, excludable_loss
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task, is_error, kind_of
 from hpo.training.metrics import RowStatistics, primary_mean, row_statistics
@@ -29,14 +31,22 @@ class Scored:
     """Score of one run on the labelled rows of a split."""
 
     value: float
-    rows_N: Array
-    """Contributions of the labelled rows; their mean is `value`."""
-    row_bound: float
-    """Largest change of `value` by one row, times N; infinite if unknown."""
+    num_rows: int
+    """Labelled rows."""
+    groups_G: Array
+    """Contributions of the groups of labelled rows; their mean is `value`. A row without a group is one."""
+    bounds_G: Array
+    """Largest change of `value` by each group, times G; infinite if unknown."""
+
+    @property
+    def row_bound(self) -> float:
+        """One bound for all groups: it hides as large a loss as `bounds_G`."""
+        return common_bound(self.bounds_G)
 
     @property
     def standard_error(self) -> float:
-        return float(self.rows_N.std(ddof=1)) / len(self.rows_N) ** 0.5 if len(self.rows_N) > 1 else np.inf
+        num = len(self.groups_G)
+        return float(self.groups_G.std(ddof=1)) / num**0.5 if num > 1 else np.inf
 
 
 def unit_of(metric: str) -> str:
@@ -75,16 +85,35 @@ def scored(statistics: Statistics, metric: str) -> Scored | None:
     for of in used.values():
         is_labelled_E[of.index_N] = True
     num_rows = int(is_labelled_E.sum())
-    deviations_E, bounds_E = np.zeros((2, len(is_labelled_E)))
+    group_E = np.zeros(len(is_labelled_E), np.intp)
+    group_E[is_labelled_E] = next(iter(used.values())).groups(np.flatnonzero(is_labelled_E))
+    num_groups = int(group_E.max()) + 1
+    deviations_G, bounds_G = np.zeros((2, num_groups))
     for task, of in used.items():
-        share = factor * num_rows / of.num_rows / len(used)
-        deviations_E[of.index_N] += share * _deviations(of, names[task], values[task], metric)
-        bounds_E[of.index_N] += abs(share) * kind_of(of.task).row_bound(
-            names[task], of.counts_NC, of.values_N
-        )
+        share, group_N = factor * num_groups / len(used), group_E[of.index_N]
+        deviations_N = _deviations(of, names[task], values[task], metric) / of.num_rows
+        deviations_G += share * np.bincount(group_N, deviations_N, num_groups)
+        changes_G = group_changes(of, names[task], group_N)
+        bounds_G[: len(changes_G)] += abs(share) * changes_G
     value = factor * float(np.mean([_counted(value, metric) for value in values.values()]))
-    rows_N = value + deviations_E[is_labelled_E] - deviations_E[is_labelled_E].mean()
-    return Scored(value, rows_N, float(bounds_E.max()))
+    return Scored(value, num_rows, value + deviations_G - deviations_G.mean(), bounds_G)
+
+
+def group_changes(of: RowStatistics, metric: str, group_N: NDArray[np.intp]) -> Array:
+    """Return the largest change of a task's metric by each group, [G]; infinite if unknown.
+
+    `group_N` has the number of each labelled row's group.
+    """
+    kind, num_rows = kind_of(of.task), of.num_rows
+    bound = kind.row_bound(metric, of.counts_NC, of.values_N)
+    groups, place_N = np.unique(group_N, return_inverse=True)
+    if np.ndim(bound) and len(groups) < num_rows:  # a group loses its items together, as a row does
+        is_in_GN = csr_array((np.ones(num_rows), (place_N, np.arange(num_rows))), (len(groups), num_rows))
+        counts, sums = (
+            {name: is_in_GN @ of_N for name, of_N in one.items()} for one in (of.counts_NC, of.values_N)
+        )
+        bound, num_rows, group_N = kind.row_bound(metric, counts, sums), len(groups), groups
+    return np.asarray(np.bincount(group_N, np.broadcast_to(bound, num_rows) / num_rows), np.float64)
 
 
 def _bounded(of: RowStatistics) -> RowStatistics:

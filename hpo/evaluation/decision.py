@@ -1,33 +1,35 @@
 """Is one model as good as another? The decision on arrays.
 
 The question is about the mean difference over new runs (configuration and seed) and new rows together. Runs
-and rows are both drawn at random, and neither can stand in for the other (two-way: Owen, arXiv 0712.1111). So
-the half width of the interval is sqrt(w^2 + (z se)^2):
+and rows are both drawn at random, and neither can stand in for the other (two-way: Owen, arXiv 0712.1111).
+Rows that belong together, such as those of an author, are one piece of evidence: a group.
 
-- w belongs to the runs. A comparison may stop after any number of runs, so w is the half width of a
-  confidence sequence, which holds for all numbers of runs together: Student's t with a Gaussian mixture over
-  the standardised difference, of variance g = `PRIOR` (Lai, Annals of Statistics 1976; Wang & Ramdas, arXiv
-  2310.03722). With n runs and a statistic t, its odds against a mean are (1 + n g)^(-1/2) ((1 + t^2/(n-1)) /
-  (1 + t^2/((n-1)(1 + n g))))^(n/2). The interval holds the means against which the odds are below
-  1 / (2 `ALPHA`). With one run on each side the question is about these two models, and w is 0.
-- se belongs to the rows: the jackknife of the mean difference. All runs share the rows.
+- Runs: a comparison may stop after any number of runs, so the mean of the runs has a confidence sequence. It
+  holds for all numbers of runs together. It is a bet against each mean (Waudby-Smith & Ramdas, JRSS B 86,
+  2024) and assumes no distribution. It needs a largest loss of a run, `COVERED` margins, and counts larger
+  losses as that. So `as good` has a condition about larger losses: `Decision.slack`. If the runs vary much,
+  the sequence of Student's t is wider and takes its place: a Gaussian mixture over the standardised
+  difference, of variance g = `PRIOR` (Lai, Annals of Statistics 1976; Wang & Ramdas, arXiv 2310.03722). With
+  n runs and a statistic t, its odds against a mean are (1 + n g)^(-1/2) ((1 + t^2/(n-1)) / (1 + t^2/((n-1)(1
+  + n g))))^(n/2). The interval holds the means against which the odds are below 1 / (2 `ALPHA`). With one run
+  on each side the question is about these two models.
+- Groups: Student's t of the mean difference. All runs share the rows. The widths of runs and groups add as
+  squares.
 
-A loss in few rows is far from Gaussian, since a sample may lack these rows entirely. So the interval also
-reaches to the `mean_bound` of the rows on both sides. It assumes only that a row changes the metric by at
-most `row_bound`: if all N rows agree, it is 3.7 row_bound / N.
-
-A collapse of few runs cannot be excluded by few runs either: 600 runs are necessary for half a per cent.
-`collapse_share` states the share of runs that may collapse.
+A loss in few groups is far from Gaussian, since a sample may lack these groups entirely. So the interval also
+reaches to the `mean_bound` of the groups on both sides. It assumes only that a group changes the metric by at
+most its bound: if all of N groups with the bound b agree, it is 3.7 b / N.
 """
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import betaincinv, ndtr, stdtrit
+from scipy.special import betaincinv, logsumexp, ndtr, stdtrit
 
 Array = NDArray[np.float64]
 VerdictName = Literal["as_good", "worse", "not_shown"]
@@ -36,8 +38,14 @@ ALPHA = 0.025
 """Stated error of each end of an interval."""
 PRIOR = 4.0
 """Variance of the standardised difference in the mixture: narrowest from 6 to 40 runs."""
-Z = 1.96
-COLLAPSE_LEVEL = 0.05
+COVERED = 4.0
+"""Largest loss of a run that the interval covers, in margins. Larger losses would need more runs: 15 for 4
+margins, 36 for 10."""
+_STAKES = np.array([0.25, 0.5, 0.75, 1.0])
+_SHARES = np.array([1, 1, 1, 3]) / 6
+"""Bets against a mean, as shares of the largest bet, and their shares of the capital. The largest bet wins
+most if no run loses anything."""
+SHARE_LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -48,81 +56,102 @@ class Decision:
     low: float
     high: float
     verdict: VerdictName
+    slack: float = math.inf
+    """With several runs: the verdict holds if losses beyond `COVERED` margins of a run (for `worse`: gains)
+    change the mean difference by less than this."""
 
 
-def decide(
-    differences_R: Array, rows_N: Array, margin: float, *, row_bound: float, step: float = 0.0
-) -> Decision:
+def decide(differences_R: Array, groups_G: Array, margin: float, *, bounds_G: Array) -> Decision:
     """Decide whether one side is as good as the other.
 
     Args:
         differences_R: differences of the runs' scores, higher is better.
-        rows_N: contributions of the rows to the mean difference; their mean is that of `differences_R`.
+        groups_G: contributions of the groups to the mean difference; their mean is that of `differences_R`.
         margin: losses below this do not count.
-        row_bound: largest change of the metric by one row, times N. A larger observed change replaces it.
+        bounds_G: largest change of the metric by each group, times G. A larger observed change replaces it.
             Infinite: unknown, so the interval is infinite too.
-        step: smallest change of a score: equal runs do not prove that none differs.
 
     Returns:
         The mean, its interval, and `as_good` if the whole interval lies above -margin, `worse` if it lies
         below, else `not_shown`.
     """
     mean = float(differences_R.mean())
-    low, high = interval(differences_R, rows_N, step)
-    of_rows = _row_bounds(rows_N, row_bound)
-    low, high = min(low, of_rows[0]), max(high, of_rows[1])
+    of_groups = _group_width(groups_G)
+    below, above = (_run_width(sign * differences_R, COVERED * margin) for sign in (1, -1))
+    reached = _reached(groups_G, bounds_G)
+    low = min(mean - math.hypot(below, of_groups), reached[0])
+    high = max(mean + math.hypot(above, of_groups), reached[1])
     is_known = math.isfinite(high - low)
     verdict: VerdictName = "not_shown"
     if is_known and low > -margin:
         verdict = "as_good"
     elif is_known and high < -margin:
         verdict = "worse"
-    return Decision(mean, low, high, verdict)
+    slack = margin + low if verdict == "as_good" else -margin - high
+    return Decision(mean, low, high, verdict, slack if len(differences_R) > 1 else math.inf)
 
 
-def mean_interval(values_R: Array, rows_N: Array, *, row_bound: float) -> tuple[float, float, float]:
+def mean_interval(values_R: Array, groups_G: Array, *, bounds_G: Array) -> tuple[float, float, float]:
     """Return the mean score over runs with its 95 % interval over new runs and new rows.
 
-    The number of runs is fixed, so they have Student's t. The rows add in squares, and the interval reaches
+    The number of runs is fixed, so they have Student's t. The groups add in squares, and the interval reaches
     to the bounds of their mean as in `decide`.
 
     Args:
         values_R: scores of the runs.
-        rows_N: contributions of the rows to the mean score.
-        row_bound: as in `decide`.
+        groups_G: contributions of the groups to the mean score.
+        bounds_G: as in `decide`.
 
     Returns:
-        The mean, its lower and its upper bound; these are infinite with one run, one row or no `row_bound`.
+        The mean, its lower and its upper bound; these are infinite with one run, one group or unknown bounds.
     """
-    num_runs, num_rows = len(values_R), len(rows_N)
+    num_runs = len(values_R)
     mean = float(values_R.mean())
-    if min(num_runs, num_rows) < 2:
+    if min(num_runs, len(groups_G)) < 2:
         return mean, -math.inf, math.inf
     of_runs = float(stdtrit(num_runs - 1, 1 - ALPHA) * values_R.std(ddof=1)) / math.sqrt(num_runs)
-    width = math.hypot(of_runs, Z * float(rows_N.std(ddof=1)) / math.sqrt(num_rows))
-    low, high = _row_bounds(rows_N - rows_N.mean(), row_bound)
+    width = math.hypot(of_runs, _group_width(groups_G))
+    low, high = _reached(groups_G - groups_G.mean(), bounds_G)
     return mean, mean + min(low, -width), mean + max(high, width)
 
 
-def _row_bounds(rows_N: Array, row_bound: float) -> tuple[float, float]:
-    """Bounds of the mean of the rows on both sides; infinite if the effect of a row is unknown."""
-    bound = max(row_bound, float(np.abs(rows_N).max(initial=0.0)))
+def _group_width(groups_G: Array) -> float:
+    """Half width of the interval of the groups' mean; infinite for one group."""
+    num = len(groups_G)
+    if num < 2:
+        return math.inf
+    return float(stdtrit(num - 1, 1 - ALPHA) * groups_G.std(ddof=1)) / math.sqrt(num)
+
+
+def _reached(groups_G: Array, bounds_G: Array) -> tuple[float, float]:
+    """Bounds of the mean of the groups on both sides; infinite if the effect of a group is unknown."""
+    bound = common_bound(np.maximum(bounds_G, np.abs(groups_G)))
     if not math.isfinite(bound):
         return -math.inf, math.inf
-    return mean_bound(rows_N, bound), -mean_bound(-rows_N, bound)
+    return mean_bound(groups_G, bound), -mean_bound(-groups_G, bound)
 
 
-def interval(differences_R: Array, rows_N: Array, step: float = 0.0) -> tuple[float, float]:
-    """Return the bounds of the mean difference over new runs and new rows, without the bounds of the rows."""
-    mean, num_rows = float(differences_R.mean()), len(rows_N)
-    of_rows = Z * float(rows_N.std(ddof=1)) / math.sqrt(num_rows) if num_rows > 1 else math.inf
-    of_runs = half_width(differences_R, step) if len(differences_R) > 1 else 0.0
-    width = math.hypot(of_runs, of_rows)
-    return mean - width, mean + width
+def _run_width(differences_R: Array, covered: float) -> float:
+    """How far below their mean the mean over new runs may lie, if none loses more than `covered`; 0 for one
+    run."""
+    if len(differences_R) < 2:
+        return 0.0
+    kept_R = np.maximum(differences_R, -covered) + covered  # a bet needs values above 0
+    mean = float(kept_R.mean())
+
+    def log_excess(tested: float) -> float:
+        """Logarithm of the capital after bets against this mean, over the capital that refutes it."""
+        with np.errstate(divide="ignore"):
+            capital = np.log1p(_STAKES[:, None] * (kept_R / tested - 1)).sum(axis=1)
+        return float(logsumexp(capital, b=_SHARES)) + math.log(ALPHA)
+
+    least = 1e-6 * mean
+    width = mean if not mean or log_excess(least) < 0 else mean - float(brentq(log_excess, least, mean))
+    return max(width, half_width(differences_R))
 
 
-def half_width(values_R: Array, step: float = 0.0) -> float:
-    """Return the half width of the confidence sequence for the mean, after all values."""
+def half_width(values_R: Array) -> float:
+    """Return the half width of the confidence sequence of Student's t for the mean, after all values."""
     num = len(values_R)
     if num < 2:
         return math.inf
@@ -131,7 +160,16 @@ def half_width(values_R: Array, step: float = 0.0) -> float:
     if odds >= mixed:  # so few values that any mean is possible
         return math.inf
     factor = math.sqrt((num - 1) * (odds - 1) / (1 - odds / mixed))
-    return factor * max(float(values_R.std(ddof=1)), step / math.sqrt(12)) / math.sqrt(num)
+    return factor * float(values_R.std(ddof=1)) / math.sqrt(num)
+
+
+@cache
+def runs_needed() -> int:
+    """Return the number of runs that can be as good, if all of them agree."""
+    num = 2
+    while _run_width(np.zeros(num), COVERED) >= 1:
+        num += 1
+    return num
 
 
 def mean_bound(values_N: Array, largest_loss: float) -> float:
@@ -174,23 +212,44 @@ def _probability_below(mean: float, values: Array, counts: NDArray[np.intp]) -> 
     return float(ndtr(w) + density * (1 / w - 1 / (s * scale)))
 
 
-def excludable_loss(row_bound: float, num_rows: int) -> float:
-    """Return the smallest loss that so many rows can exclude, if all of them agree."""
-    if not (num_rows and math.isfinite(row_bound)):
-        return math.inf
-    return row_bound * -math.expm1(math.log(ALPHA) / num_rows)
+def common_bound(bounds_G: Array) -> float:
+    """Return the bound that would hide as large a loss as these bounds, if all groups had it.
 
-
-def rows_needed(row_bound: float, margin: float) -> int:
-    """Return the number of rows that can exclude a loss of the margin, if all of them agree."""
-    return math.ceil(math.log(ALPHA) / math.log1p(-margin / row_bound)) if margin < row_bound else 1
-
-
-def collapse_share(num_runs: int, num_collapsed: int = 0) -> float:
-    """Return the largest possible share of collapsing runs (Clopper & Pearson, exact, one-sided 95 %).
-
-    Without a collapse it is 1 - 0.05^(1/n).
+    A group that is lost with probability p_g is unseen with probability 1 - p_g. So N groups hide the loss
+    sum_g p_g b_g / N where the product of the (1 - p_g) is at least `ALPHA`. The largest such loss has
+    1 - p_g = m / b_g in the groups whose bound b_g exceeds some m (by Lagrange). It assumes that bounds are
+    distributed in new groups as in these.
     """
-    if num_collapsed >= num_runs:
+    bounds_G = np.sort(bounds_G)[::-1]
+    if not len(bounds_G) or not math.isfinite(bounds_G[0]) or bounds_G[0] <= 0:
+        return float(bounds_G[0]) if len(bounds_G) else math.inf
+    above = bounds_G[bounds_G > 0]
+    levels = np.exp((np.log(above).cumsum() + math.log(ALPHA)) / np.arange(1, len(above) + 1))
+    num = int(
+        np.argmax(levels >= np.append(above[1:], 0))
+    )  # the m of the first groups lies above the next one
+    hidden = float((above[: num + 1] - levels[num]).sum())
+    return hidden / len(bounds_G) / -math.expm1(math.log(ALPHA) / len(bounds_G))
+
+
+def excludable_loss(bound: float, num_groups: float) -> float:
+    """Return the smallest loss that so many groups with this bound can exclude, if all of them agree."""
+    if not (num_groups and math.isfinite(bound)):
+        return math.inf
+    return bound * -math.expm1(math.log(ALPHA) / num_groups)
+
+
+def groups_needed(bound: float, margin: float) -> int:
+    """Return the number of groups that can exclude a loss of the margin, if all of them agree."""
+    return math.ceil(math.log(ALPHA) / math.log1p(-margin / bound)) if margin < bound else 1
+
+
+def possible_share(num_runs: int, num_seen: int = 0) -> float:
+    """Return the largest share of runs of a sort that the seen ones allow (Clopper & Pearson, one-sided 95
+    %).
+
+    If none is seen it is 1 - 0.05^(1/n).
+    """
+    if num_seen >= num_runs:
         return 1.0
-    return float(betaincinv(num_collapsed + 1, num_runs - num_collapsed, 1 - COLLAPSE_LEVEL))
+    return float(betaincinv(num_seen + 1, num_runs - num_seen, 1 - SHARE_LEVEL))

@@ -1,15 +1,18 @@
 """Intervals of metrics.
 
 An interval says how far a metric of this model would move on another sample of such texts. It says nothing
-about another seed or another kind of text. Examples count as independent.
+about another seed or another kind of text. Groups of rows (`RowStatistics.group_E`) count as independent.
 
 A share of right rows, such as accuracy, has Wilson's interval (Journal of the American Statistical
-Association 22, 1927). Other metrics have a percentile bootstrap interval (Efron and Tibshirani, An
-Introduction to the Bootstrap, 1993, chapter 13): the examples are drawn with replacement, and each metric is
-computed from each resample. All tasks have the same resamples.
+Association 22, 1927). With groups it is that of the effective number of rows: their number over the variance
+of the groups, relative to independent rows (the design effect: Kish, Survey Sampling, 1965). Other metrics
+have a percentile bootstrap interval (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter
+13): the groups are drawn with replacement, and each metric is computed from each resample. All tasks have the
+same resamples. Few groups have wider percentiles, by Student's t (Hesterberg, The American Statistician 69,
+2015).
 
 A bootstrap interval is too narrow if few rows differ: it has no width if all rows are right. So each end is
-at least `excludable_loss` from the value, the change that so many rows cannot exclude, within the range of
+at least `excludable_loss` from the value, the change that so many groups cannot exclude, within the range of
 the metric. An error of a regression is assumed to lie between 0 and the range of the labels. There is no
 interval if that loss is unknown, for example for a metric of own code, and all resamples agree.
 
@@ -20,12 +23,14 @@ and 20 rows, 100, 100, 97 and 94 % of the intervals covered `f1_macro` of the po
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtr, stdtrit
 
-from hpo.evaluation.decision import Z, excludable_loss
+from hpo.evaluation.contributions import group_changes, scored
+from hpo.evaluation.decision import common_bound, excludable_loss
 from hpo.evaluation.record import Interval
 from hpo.tasks.kind import is_error, kind_of
 from hpo.tasks.sums import macro_f1_change
@@ -33,6 +38,8 @@ from hpo.training.metrics import RowStatistics, primary_mean
 
 NUM_RESAMPLES = 1000
 LEVEL = 0.95
+_UPPER = (1 + LEVEL) / 2
+_Z = 1.96
 _SEED = 0
 _WEIGHTS_AT_ONCE = 2**23
 """Largest number of weights of 8 bytes in memory at a time."""
@@ -80,9 +87,11 @@ def _samples(
 ) -> dict[str, dict[str, Samples]]:
     """The defined metrics in the resamples. These depend on the number of examples alone."""
     samples = {name: {metric: np.full(num_resamples, np.nan) for metric in of} for name, of in values.items()}
-    num_examples = max((of.num_examples for of in statistics.values()), default=0)
+    one = next(iter(statistics.values()), None)
+    if one is None or not one.num_examples:
+        return samples
     first = 0
-    for weights_BE in _resamples(num_examples, num_resamples):
+    for weights_BE in _resamples(one.groups(np.arange(one.num_examples)), num_resamples):
         for name, of in statistics.items():
             if of.num_rows < 2 or not samples[name]:
                 continue
@@ -93,16 +102,15 @@ def _samples(
     return samples
 
 
-def _resamples(num_examples: int, num_resamples: int) -> Iterator[NDArray[np.float64]]:
-    """Count the draws of each example, in pieces of [num_resamples, num_examples]."""
-    if not num_examples:
-        return
-    rng = np.random.default_rng(_SEED)
-    at_once = max(1, _WEIGHTS_AT_ONCE // num_examples)
+def _resamples(group_E: NDArray[np.intp], num_resamples: int) -> Iterator[NDArray[np.float64]]:
+    """Count the draws of each example with its group, in pieces of [num_resamples, num_examples]."""
+    rng, num_groups = np.random.default_rng(_SEED), int(group_E.max()) + 1
+    at_once = max(1, _WEIGHTS_AT_ONCE // len(group_E))
     for first in range(0, num_resamples, at_once):
-        weights_BE = np.empty((min(at_once, num_resamples - first), num_examples))
+        weights_BE = np.empty((min(at_once, num_resamples - first), len(group_E)))
         for weights_E in weights_BE:
-            weights_E[:] = np.bincount(rng.integers(0, num_examples, num_examples), minlength=num_examples)
+            drawn = rng.integers(0, num_groups, num_groups)
+            weights_E[:] = np.bincount(drawn, minlength=num_groups)[group_E]
         yield weights_BE
 
 
@@ -115,9 +123,14 @@ def _interval(
     """The interval of the mean of the metrics `parts`: rows, metric and value of each, at least `lowest`."""
     of, metric, _ = parts[0]
     if len(parts) == 1 and metric in kind_of(of.task).proportions:
-        return Interval(value, *_wilson(value, of.num_rows))
-    defined = samples_B[np.isfinite(samples_B)]
-    ends = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist() if len(defined) else [value]
+        return Interval(value, *_wilson(of, metric, value))
+    defined, num_groups = samples_B[np.isfinite(samples_B)], len(_sizes(of))
+    tail = (
+        ndtr(-stdtrit(num_groups - 1, _UPPER) * math.sqrt(num_groups / (num_groups - 1)))
+        if num_groups > 1
+        else 0
+    )
+    ends = np.quantile(defined, [tail, 1 - tail]).tolist() if len(defined) else [value]
     reached = np.array([_reached(*part) for part in parts])
     if np.isfinite(reached).all():
         ends += np.maximum(reached, lowest).mean(axis=0).tolist()
@@ -125,28 +138,37 @@ def _interval(
     return Interval(value, low, high) if low < high else Interval(value, None, None)
 
 
+def _sizes(of: RowStatistics) -> NDArray[np.intp]:
+    """Number of labelled rows of each group, [G]."""
+    return np.bincount(of.groups(of.index_N))
+
+
 def _reached(of: RowStatistics, metric: str, value: float) -> tuple[float, float]:
     """Values of a metric that the rows cannot exclude, if all of them agree; infinite if unknown."""
-    loss = _loss(of, metric)
+    sizes_G = _sizes(of)
+    num_groups = len(sizes_G)
+    unseen = excludable_loss(common_bound(sizes_G * num_groups / of.num_rows), num_groups)
+    bounded = replace(of, values_N=kind_of(of.task).bounded(of.values_N))
+    changes_G = group_changes(bounded, metric, of.groups(of.index_N))
+    loss = excludable_loss(common_bound(num_groups * changes_G), num_groups)
     if is_error(metric):  # the other rows may have no error
-        return value * (1 - excludable_loss(1.0, of.num_rows)), value + loss
+        return value * (1 - unseen), value + loss
     if metric == "r2":
-        return value - loss, value + (1 - value) * excludable_loss(1.0, of.num_rows)
+        return value - loss, value + (1 - value) * unseen
+    if metric == "f1_macro" and math.isfinite(loss):
+        # Few rows can spoil a rare class, but not more than this class.
+        loss = min(loss, macro_f1_change(unseen * of.num_rows, *of.counts_NC.values()))
     return (max(value - loss, 0.0), min(value + loss, 1.0)) if math.isfinite(loss) else (-loss, loss)
 
 
-def _loss(of: RowStatistics, metric: str) -> float:
-    """Smallest loss of a metric that the rows can exclude, if all of them agree."""
-    kind = kind_of(of.task)
-    loss = excludable_loss(kind.row_bound(metric, of.counts_NC, kind.bounded(of.values_N)), of.num_rows)
-    if metric != "f1_macro" or math.isinf(loss):
-        return loss
-    # Few rows can spoil a rare class, but not more than this class.
-    return min(loss, macro_f1_change(excludable_loss(of.num_rows, of.num_rows), *of.counts_NC.values()))
-
-
-def _wilson(share: float, num_rows: int) -> tuple[float, float]:
-    weight = Z**2 / num_rows
+def _wilson(of: RowStatistics, metric: str, share: float) -> tuple[float, float]:
+    num_groups, z, num = len(_sizes(of)), _Z, float(of.num_rows)
+    if 1 < num_groups < num:
+        independent = 100 * math.sqrt(share * (1 - share) / num)
+        run = scored({of.task.name: of}, f"{of.task.name}/{metric}")
+        effect = (run.standard_error / independent) ** 2 if run and independent else num / num_groups
+        z, num = float(stdtrit(num_groups - 1, _UPPER)), num / max(effect, 1.0)
+    weight = z**2 / num
     centre = (share + weight / 2) / (1 + weight)
     half = math.sqrt(share * (1 - share) * weight + weight**2 / 4) / (1 + weight)
     return max(centre - half, 0.0), min(centre + half, 1.0)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 from hpo.config.study_file import one_of, show
@@ -37,6 +38,7 @@ def compare_predictions(
     other: Sequence[Run],
     *,
     margin: float,
+    groups: Sequence[Any] | None = None,
 ) -> Verdict:
     """Decide whether the predictions of one model are as good as those of a reference.
 
@@ -53,11 +55,16 @@ def compare_predictions(
         other: runs of the other model. Runs pair by position, as by seed.
         margin: losses below this do not count. In points (hundredths), for `mae` and `rmse` in the units of
             the labels.
+        groups: for each row the name of its author, patient, document or text. Rows of one group are one
+            piece of evidence; a row with None is a group of its own. Without groups each row counts as
+            independent, and the error rates hold only for independent rows.
 
     Returns:
         `verdict` is `as_good`, `worse` or `not_shown`. `interval` has the bounds of the difference, other
-        minus reference, higher is better. `labelled_rows` counts the rows with a truth. `row_bound` is the
-        largest change of the metric by one row, times the labelled rows. `sentence` is for people.
+        minus reference, higher is better. `labelled_rows` counts the rows with a truth, `num_groups` their
+        groups. `row_bound` is the largest change of the metric by one group, times the groups. With several
+        runs, `condition` has the losses of runs for which the verdict does not hold. `sentence` is for
+        people.
 
     Raises:
         InputError: an argument has another form.
@@ -75,8 +82,11 @@ def compare_predictions(
         )
     kind = kind_of(_task(task, truths))
     examples = [_example(kind, row, truth) for row, truth in enumerate(truths)]
+    numbers = None if groups is None else _group_numbers(_plain("groups", groups), len(truths))
     statistics = {
-        side: [_statistics(kind, run, examples, f"{side}[{index}]") for index, run in enumerate(runs)]
+        side: [
+            _statistics(kind, run, examples, f"{side}[{index}]", numbers) for index, run in enumerate(runs)
+        ]
         for side, runs in sides.items()
     }
     metric = f"{_NAME}/{kind.task.primary_metric}"
@@ -153,7 +163,20 @@ def _spans(task: Task, value: Any, where: str) -> list[tuple[str, int, int]]:
     return spans
 
 
-def _statistics(kind: Kind, run: Run, examples: Sequence[Example], where: str) -> Statistics | None:
+def _group_numbers(groups: Sequence[Any], num_rows: int) -> list[int]:
+    """A number for each group, and one of its own for each row without a group."""
+    if len(groups) != num_rows:
+        raise InputError(f"groups: must have {num_rows} entries, one per row, but got {len(groups)}.")
+    if bad := [one for one in groups if not isinstance(one, str | int | NoneType) or isinstance(one, bool)]:
+        raise InputError(f"groups: must be texts, whole numbers or None, but got {show(bad[0])}.")
+    numbers: dict[Any, int] = {}
+    keys = [("row", row) if one is None else ("group", one) for row, one in enumerate(groups)]
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _statistics(
+    kind: Kind, run: Run, examples: Sequence[Example], where: str, groups: Sequence[int] | None
+) -> Statistics | None:
     if run is None:
         return None
     run = _plain(where, run)
@@ -165,7 +188,7 @@ def _statistics(kind: Kind, run: Run, examples: Sequence[Example], where: str) -
             _prediction(kind, value, f"{where}[{row}]") if example.annotated else value
             for row, (value, example) in enumerate(zip(run, examples, strict=True))
         ]
-    return {_NAME: row_statistics(kind.task, run, examples)}
+    return {_NAME: row_statistics(kind.task, run, examples, groups)}
 
 
 def _prediction(kind: Kind, value: Any, where: str) -> Any:

@@ -23,19 +23,26 @@ from hpo.evaluation.contributions import (
     unit_of,
 )
 from hpo.evaluation.decision import (
+    COVERED,
+    Array,
     Decision,
     VerdictName,
-    collapse_share,
+    common_bound,
     decide,
     excludable_loss,
-    rows_needed,
+    groups_needed,
+    possible_share,
+    runs_needed,
 )
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task, is_error, kind_of
 
 _NAMES_SHOWN = 5
-_LOST_POINTS = 20.0
-"""Loss of a run in the condition of a verdict without a baseline; at least twice the margin."""
+_SHARE_SHOWN = 0.05
+"""Share of runs in the example of a condition."""
+_ERRORS_TO_COLLAPSE = 3
+"""A collapsed run is at least so many standard errors from the middle between its reference and the
+baseline."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,10 @@ class Facts:
 
     num_rows: int
     """Rows with a label for any task of the metric."""
+    num_groups: int
+    """Groups of these rows; as many as rows if each counts as independent."""
     row_bound: float
-    """Largest change of the metric by one row, times `num_rows`."""
+    """Largest change of the metric by one group, times `num_groups` (`common_bound`)."""
     baseline: Scored | None
     """Best constant prediction. None: a task has none."""
     chance: float
@@ -82,7 +91,12 @@ class Facts:
     @property
     def excludable(self) -> float:
         """Smallest loss that the rows can exclude, if all of them agree."""
-        return excludable_loss(self.row_bound, self.num_rows)
+        return excludable_loss(self.row_bound, self.num_groups)
+
+    def rows(self, name: str) -> str:
+        """Name the labelled rows, with their groups."""
+        groups = "" if self.num_groups == self.num_rows else f" in {self.num_groups:,} groups"
+        return f"{self.num_rows:,} labelled {name}{groups}"
 
     def limit(self, question: Question) -> str:
         """State the losses that the rows cannot exclude, and the number of rows for the margin.
@@ -92,15 +106,16 @@ class Facts:
         if math.isinf(self.row_bound):
             return f"The effect of one row on {question.metric_name} is unknown, so no loss can be excluded."
         least = math.ceil(100 * self.excludable) / 100
-        text = f"With {self.num_rows:,} labelled {question.rows}, "
+        text = f"With {self.rows(question.rows)}, "
         is_any = question.unit == "points" and least >= 100
         if math.isinf(question.margin):
             return f"{text}a score is known to {100 if is_any else least:g} {question.unit} at best."
         losses = "no loss can" if is_any else f"losses under {least:g} {question.unit} cannot"
         text += f"{losses} be excluded."
         if question.margin <= self.excludable:
-            num = rows_needed(self.row_bound, question.margin)
-            text += f" A margin of {question.margin:g} needs {num:,} such rows."
+            num = groups_needed(self.row_bound, question.margin)
+            of = "rows" if self.num_groups == self.num_rows else "groups"
+            text += f" A margin of {question.margin:g} needs {num:,} such {of}."
         if self.rare:
             names = first_names([f"`{name}` ({num})" for name, num in self.rare.items()], _NAMES_SHOWN)
             text += f" The loss in classes with too few rows is unknown: {names}."
@@ -125,7 +140,8 @@ def facts_of(statistics: Statistics, question: Question) -> Facts | None:
         return None
     constant = constant_predictions(statistics, metric)
     return Facts(
-        len(run.rows_N),
+        run.num_rows,
+        len(run.groups_G),
         run.row_bound,
         scored(constant, metric) if constant else None,
         shuffled_value(statistics, metric),
@@ -135,32 +151,49 @@ def facts_of(statistics: Statistics, question: Question) -> Facts | None:
 
 
 def _assumptions(statistics: Statistics, metric: str) -> Iterator[str]:
+    if all(one.group_E is None for one in statistics.values()):
+        yield "Each row counts as independent."
     for name, task_metric in metrics_by_task(statistics, metric).items():
         task_statistics = statistics[name]
         kind = kind_of(task_statistics.task)
         counts = task_statistics.counts_NC, task_statistics.values_N
         if kind.is_number:
             yield f"An error of {name} counts as the range of the labels where it is larger."
-        elif (kind.is_list or kind.in_spans) and kind.row_bound(task_metric, *counts) != 1:
-            yield f"It is assumed that no row of {name} has more items than one of these rows."
+        elif (kind.is_list or kind.in_spans) and np.any(kind.row_bound(task_metric, *counts) != 1):
+            yield f"It is assumed that new rows of {name} have about as many items as these rows."
 
 
 @dataclass(frozen=True)
 class Collapses:
-    """Collapsed runs of both sides, without a score or with one nearer to the baseline than to the median."""
+    """The collapsed runs of both sides, by the position of their pair: they have no score, or one nearer to
+    the baseline than to the median of the reference in their configuration."""
 
-    num_runs: int
-    num_collapsed: int
-    num_reference_collapsed: int
-    middle: float
-    """Scores below it are nearer to the baseline."""
-    size: float
-    """Distance from the median of the reference to the baseline, in the unit of the metric."""
+    other: tuple[bool, ...]
+    reference: tuple[bool, ...]
 
-    @property
-    def possible_share(self) -> float:
-        """Share of collapses that the runs do not exclude."""
-        return collapse_share(self.num_runs, self.num_collapsed)
+
+@dataclass(frozen=True)
+class Condition:
+    """A verdict on runs holds if losses beyond `covered` of a run change the mean by less than `slack`.
+
+    For `worse` these are gains. Both are in the unit of the metric.
+    """
+
+    covered: float
+    slack: float
+    possible_share: float
+    """Share of runs with larger losses (gains) that the runs do not exclude."""
+
+    def sentence(self, verdict: VerdictName, num_runs: int, unit: str) -> str:
+        """State it, with an example of runs that break it."""
+        losses = "losses" if verdict == "as_good" else "gains"
+        covered, slack = _number(self.covered, unit), _number(self.slack, unit)
+        example = _number(self.covered + self.slack / _SHARE_SHOWN, unit)
+        return (
+            f"This holds if {losses} beyond {covered} {unit} of a run average less than {slack} over runs. "
+            f"For any q, {losses} of {covered} + {slack} / q in a share q of runs break it ({example} in "
+            f"{_SHARE_SHOWN:.0%}). {num_runs} runs exclude no q below {self.possible_share:.0%}."
+        )
 
 
 @dataclass(frozen=True)
@@ -171,11 +204,14 @@ class Verdict:
     difference: float
     """Mean over runs, other side minus reference; higher is better. NaN: there is none."""
     interval: tuple[float, float]
-    """In `unit`; each end errs in at most 2.5 % of comparisons, for any rule to stop."""
+    """In `unit`; each end errs in at most 2.5 % of comparisons, for any rule to stop, under the
+    `condition`."""
     num_runs: int
     labelled_rows: int
+    num_groups: int
+    """Groups of the labelled rows; as many as rows if each counts as independent."""
     row_bound: float
-    """Largest change of the metric by one row, times the number of rows."""
+    """Largest change of the metric by one group, times the number of groups."""
     unit: str
     sentence: str
     reason: str = ""
@@ -183,7 +219,9 @@ class Verdict:
     baseline: float = math.nan
     reference_median: float = math.nan
     collapses: Collapses | None = None
-    """None: there is one run on each side, or the baseline is too near to the reference."""
+    """None: there is one run on each side, or no baseline."""
+    condition: Condition | None = None
+    """None: there is one run on each side, or nothing is shown."""
 
 
 def judge(
@@ -191,11 +229,13 @@ def judge(
     reference: Sequence[Scored | None],
     other: Sequence[Scored | None],
     facts: Facts | None,
+    configurations: Sequence[int] | None = None,
 ) -> Verdict:
     """Judge runs that pair by position; None is a run without a score.
 
     Args:
         facts: facts of a run with a score; None: there is no such run.
+        configurations: the configuration of each pair; None: all pairs have the same.
 
     Raises:
         ValueError: the numbers of runs differ.
@@ -203,59 +243,94 @@ def judge(
     if len(reference) != len(other):
         raise ValueError(f"runs must pair, but got {len(reference)} and {len(other)}.")
     known = [run for run in reference if run is not None]
-    median = float(np.median([run.value for run in known])) if known else math.nan
+    median = _median(known)
     baseline = facts.baseline if facts else None
     pairs = [(theirs or baseline, ours or baseline) for theirs, ours in zip(reference, other, strict=True)]
     full = [(theirs, ours) for theirs, ours in pairs if theirs and ours]
     decision, bound = Decision(math.nan, -math.inf, math.inf, "not_shown"), math.inf
+    condition = None
     if facts is None or not known:
         reason = f"No run of {question.reference} has a score" if facts else "No run has a score"
     elif len(full) < len(pairs):
         reason = "A run has no score, and the metric has no baseline"
     else:
-        decision, bound = _decide(full, question.margin)
+        differences_R = np.array([ours.value - theirs.value for theirs, ours in full])
+        decision, bound = _decide(full, differences_R, question.margin)
         facts = replace(facts, row_bound=bound)
         reason = _obstacle(question, known, facts, decision)
+        condition = None if reason else _condition(decision, differences_R, question.margin)
     verdict = Verdict(
         "not_shown" if reason else decision.verdict,
         decision.difference,
         (decision.low, decision.high),
         len(other),
         facts.num_rows if facts else 0,
+        facts.num_groups if facts else 0,
         bound,
         question.unit,
         "",
         reason,
         baseline.value if baseline else math.nan,
         median,
-        _collapses(question, reference, other, median, baseline),
+        _collapses(reference, other, baseline, configurations),
+        condition,
     )
-    return replace(verdict, sentence=_sentence(question, verdict, facts.assumptions if facts else ()))
+    return replace(verdict, sentence=_sentence(question, verdict, facts))
+
+
+def _median(runs: Sequence[Scored | None]) -> float:
+    """Median score of the runs with a score; NaN: there is none."""
+    known = [run.value for run in runs if run is not None]
+    return float(np.median(known)) if known else math.nan
 
 
 def _collapses(
-    question: Question,
     reference: Sequence[Scored | None],
     other: Sequence[Scored | None],
-    median: float,
     baseline: Scored | None,
+    configurations: Sequence[int] | None,
 ) -> Collapses | None:
-    """Count collapses, if a run halfway to the baseline has lost more than the margin."""
-    if baseline is None or len(other) < 2 or not median - baseline.value > 2 * question.margin:
+    """Mark the collapsed runs of both sides.
+
+    Each run is held against the reference of its own configuration. A weak configuration, nearer to the
+    baseline than to the best one, tells no collapse from bad luck, so there only a run without a score
+    counts.
+    """
+    if baseline is None or len(other) < 2:
         return None
-    middle = (median + baseline.value) / 2
-    lost, reference_lost = (
-        sum(run is None or run.value < middle for run in side) for side in (other, reference)
-    )
-    return Collapses(len(other), lost, reference_lost, middle, median - baseline.value)
+    of_pair = configurations or [0] * len(other)
+    medians = {
+        of: _median([run for run, one in zip(reference, of_pair, strict=True) if one == of])
+        for of in {*of_pair}
+    }
+    best = np.nanmax([*medians.values(), baseline.value])
+
+    def is_collapsed(run: Scored | None, configuration: int) -> bool:
+        if run is None:
+            return True
+        size = medians[configuration] - baseline.value
+        is_clear = 2 * size >= best - baseline.value and size / 2 > _ERRORS_TO_COLLAPSE * run.standard_error
+        return bool(is_clear and run.value < baseline.value + size / 2)
+
+    sides = (tuple(map(is_collapsed, side, of_pair)) for side in (other, reference))
+    return Collapses(*sides)
 
 
-def _decide(pairs: Sequence[tuple[Scored, Scored]], margin: float) -> tuple[Decision, float]:
-    differences_R = np.array([ours.value - theirs.value for theirs, ours in pairs])
-    rows_N = np.mean([ours.rows_N - theirs.rows_N for theirs, ours in pairs], axis=0)
-    bound = float(np.mean([max(ours.row_bound, theirs.row_bound) for theirs, ours in pairs]))
-    step = bound / len(rows_N) if math.isfinite(bound) else 0.0
-    return decide(differences_R, rows_N, margin, row_bound=bound, step=step), bound
+def _decide(
+    pairs: Sequence[tuple[Scored, Scored]], differences_R: Array, margin: float
+) -> tuple[Decision, float]:
+    groups_G = np.mean([ours.groups_G - theirs.groups_G for theirs, ours in pairs], axis=0)
+    bounds_G = np.mean([np.maximum(ours.bounds_G, theirs.bounds_G) for theirs, ours in pairs], axis=0)
+    return decide(differences_R, groups_G, margin, bounds_G=bounds_G), common_bound(bounds_G)
+
+
+def _condition(decision: Decision, differences_R: Array, margin: float) -> Condition | None:
+    if decision.verdict == "not_shown" or len(differences_R) < 2:
+        return None
+    covered = COVERED * margin
+    losses_R = -differences_R if decision.verdict == "as_good" else differences_R
+    share = possible_share(len(losses_R), int((losses_R > covered).sum()))
+    return Condition(covered, decision.slack, share)
 
 
 def _obstacle(question: Question, reference: Sequence[Scored], facts: Facts, decision: Decision) -> str:
@@ -279,7 +354,7 @@ def _obstacle(question: Question, reference: Sequence[Scored], facts: Facts, dec
     return ""
 
 
-def _sentence(question: Question, verdict: Verdict, assumptions: Sequence[str]) -> str:
+def _sentence(question: Question, verdict: Verdict, facts: Facts | None) -> str:
     reference, unit, collapses = question.reference, question.unit, verdict.collapses
     relation = {
         "as_good": "is as good as",
@@ -287,7 +362,7 @@ def _sentence(question: Question, verdict: Verdict, assumptions: Sequence[str]) 
         "not_shown": "is not shown to be as good as",
     }
     text = f"{question.other} {relation[verdict.verdict]} {reference}"
-    if not math.isnan(verdict.difference):
+    if facts and not math.isnan(verdict.difference):
         low, high = verdict.interval
         interval = "(too few runs for an interval)"
         if math.isfinite(low + high):
@@ -297,37 +372,21 @@ def _sentence(question: Question, verdict: Verdict, assumptions: Sequence[str]) 
         text += (
             f": {question.metric_name} {_number(verdict.difference, unit, '+')} {interval} {unit}, margin "
             f"{question.margin:g}; {verdict.num_runs} run{'s' * (verdict.num_runs > 1)}, "
-            f"{verdict.labelled_rows:,} labelled {question.rows}"
+            f"{facts.rows(question.rows)}"
         )
     parts = [f"{text}.", f"{verdict.reason}." if verdict.reason else ""]
-    if verdict.verdict == "as_good" and verdict.num_runs > 1:
-        parts.append(_condition(question, verdict))
-    if collapses and collapses.num_collapsed + collapses.num_reference_collapsed and not verdict.reason:
+    if verdict.condition:
+        parts.append(verdict.condition.sentence(verdict.verdict, verdict.num_runs, unit))
+    elif 1 < verdict.num_runs < runs_needed() and not verdict.reason:
+        parts.append(f"`As good` needs at least {runs_needed()} runs.")
+    if collapses and any(collapses.other + collapses.reference) and not verdict.reason:
         parts.append(
-            f"{collapses.num_collapsed} of {collapses.num_runs} runs collapsed, and "
-            f"{collapses.num_reference_collapsed} of {reference}."
+            f"{sum(collapses.other)} of {verdict.num_runs} runs collapsed, and {sum(collapses.reference)} of "
+            f"{reference}."
         )
-    if verdict.verdict != "not_shown":
-        parts += assumptions
+    if facts and verdict.verdict != "not_shown":
+        parts += facts.assumptions
     return " ".join(filter(None, parts))
-
-
-def _condition(question: Question, verdict: Verdict) -> str:
-    """The share of large losses that makes `as_good` wrong, and the largest share possible after the runs."""
-    collapses, unit = verdict.collapses, question.unit
-    size = collapses.size if collapses else max(_LOST_POINTS, 2 * question.margin)
-    share, lost = f"{100 * question.margin / size:.2g}%", f"{_number(size, unit)} {unit}"
-    if collapses:
-        event = f"collapse to the baseline, a loss of {lost}"
-    elif unit == "points":
-        event = f"lose {lost}"
-    else:
-        share, event = f"{question.margin:g} / d", f"lose d {unit}, for any d"
-    possible = 100 * collapse_share(verdict.num_runs, collapses.num_collapsed if collapses else 0)
-    return (
-        f"This holds only if fewer than {share} of runs {event}; with these {verdict.num_runs} runs, up to "
-        f"{possible:.0f}% of runs may collapse."
-    )
 
 
 def _number(value: float, unit: str, sign: str = "") -> str:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpo.compare.comparison_study import unlabelled_test_tasks
-from hpo.compare.planning import DEFAULTS
+from hpo.compare.planning import DEFAULTS, MOST_RUNS
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.limits import ObjectiveConfig
 from hpo.config.resolved_study import ResolvedStudy
@@ -23,6 +23,7 @@ from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import BUDGETS
 from hpo.data.dataset import DataSet, load_data
 from hpo.errors import DataError, RunError
+from hpo.evaluation.decision import runs_needed
 from hpo.evaluation.verdict import Question, label_facts
 from hpo.memory import release_free_memory
 from hpo.outcome import Outcome
@@ -217,19 +218,35 @@ def measure_cost(
     return TrialCost(precision, rate, seconds, measured_by, run_seconds, measured.get("checkpoint_bytes"))
 
 
-def comparison_limit(config: StudyConfig, data: DataSet, margin: float) -> str:
-    """State the losses that the labels of a comparison's split cannot exclude."""
+class Limit(NamedTuple):
+    """What a comparison cannot exclude."""
+
+    text: str
+    can_be_as_good: bool = True
+
+
+def comparison_limit(
+    config: StudyConfig, data: DataSet, margin: float, plan: ComparisonConfig | None = None
+) -> Limit:
+    """State the losses that the labels of a comparison's split, or the runs of its plan, cannot exclude."""
     is_test = "test" in data.splits and not unlabelled_test_tasks(config, data)
     split = "test" if is_test else "validation"
     question = Question(quality_objective(config.objective).metric, margin, rows=f"rows of {split}")
     facts = label_facts(data.tasks, data.splits[split], question)
     if facts is None:
-        return f"{question.metric} has no value for right predictions of {split}, so no loss can be excluded."
+        text = f"{question.metric} has no value for right predictions of {split}, so no loss can be excluded."
+        return Limit(text, can_be_as_good=False)
     text = facts.limit(question)
-    if facts.excludable < margin or math.isinf(margin):
-        return text
-    more = "" if math.isinf(facts.row_bound) else f" Label more {question.rows} to change that."
-    return f"{text} So no precision can be shown to be as good as fp32.{more}"
+    if math.isinf(margin):
+        return Limit(text)
+    if facts.excludable >= margin:
+        more = "" if math.isinf(facts.row_bound) else f" Label more {question.rows} to change that."
+        return Limit(
+            f"{text} So no precision can be shown to be as good as fp32.{more}", can_be_as_good=False
+        )
+    num_runs = plan.max_seeds * len(plan.configurations) if plan else MOST_RUNS
+    text += f" `As good` needs at least {runs_needed()} runs; this comparison has at most {num_runs}."
+    return Limit(text, num_runs >= runs_needed())
 
 
 def default_comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
@@ -241,7 +258,7 @@ def default_comparison_limit(config: StudyConfig, data: DataSet | None) -> str:
     except DataError as error:
         _logger.warning("The losses that `hpo compare` cannot exclude are unknown here: %s", error)
         return ""
-    return comparison_limit(config, data, DEFAULTS["margin"])
+    return comparison_limit(config, data, DEFAULTS["margin"]).text
 
 
 def comparison_cost(search: StudyRecord, plan: ComparisonConfig) -> str:

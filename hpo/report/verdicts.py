@@ -10,7 +10,6 @@ from hpo.report.formats import (
     format_cell,
     format_interval,
     format_number,
-    format_percent,
     plural,
 )
 from hpo.report.terminal import Part, Rows
@@ -110,9 +109,7 @@ def _ratio(row: Comparison, name: str) -> str:
 
 
 def _collapsed(row: Comparison) -> str:
-    if row["num_collapsed"] is None:
-        return MISSING
-    return f"{row['num_collapsed']} (≤ {format_percent(row['collapse_share'])})"
+    return MISSING if row["num_collapsed"] is None else str(row["num_collapsed"])
 
 
 def deployment_parts(stored: Stored) -> Iterator[Part]:

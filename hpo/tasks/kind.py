@@ -265,10 +265,10 @@ class Kind(ABC):
         """Return the values of rows for verdicts, in which one row has a limited weight."""
         return dict(values_N)
 
-    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float | FloatArray:
         """Return the largest change of a metric by one row, times the number of rows; infinite if unknown.
 
-        The values are those of `bounded`.
+        It is the same for all rows, or one for each, [N]. The values are those of `bounded`.
         """
         return 1.0 if metric in self.proportions else math.inf
 

@@ -113,7 +113,7 @@ class _Labels(Kind):
         values = f1_macro(whole, *counts), np.atleast_1d(f1_micro(*counts)), right_B
         return dict(zip(self.metrics, values, strict=True))
 
-    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float | FloatArray:
         if metric == "f1_macro":
             return macro_f1_bound(*counts_NC.values())
         if metric == "f1_micro" and self.is_list:

@@ -200,7 +200,7 @@ class SpanExtraction(SpanKind):
         micro_B = np.atleast_1d(f1_micro(*counts))
         return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "exact_match": exact_B}
 
-    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float | FloatArray:
         # It is a mean over rows here.
         return 1.0 if metric == "span_overlap_f1" else super().row_bound(metric, counts_NC, values_N)
 

@@ -59,14 +59,15 @@ class SpanKind(Kind):
         micro_B, macro_B = np.atleast_1d(f1_micro(*counts)), f1_macro(whole, *counts)
         return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "f1_macro": macro_B}
 
-    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float:
+    def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float | FloatArray:
         if metric == "span_f1":
             return micro_f1_bound(*(np.asarray(one.sum(axis=1)) for one in counts_NC.values()))
         if metric == "f1_macro":
-            return macro_f1_bound(*counts_NC.values())
+            return macro_f1_bound(*counts_NC.values(), is_spurious_in_true=True)
         if metric == "span_overlap_f1":
             # `words` counts true and predicted words of a row; all may be true.
-            return micro_f1_bound(values_N["shared_words"], values_N["words"], 0 * values_N["words"])
+            shared_N, words_N = values_N["shared_words"], values_N["words"]
+            return float(micro_f1_bound(shared_N, words_N, 0 * words_N).max(initial=0.0))
         return super().row_bound(metric, counts_NC, values_N)
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:

@@ -14,6 +14,9 @@ from scipy.sparse import csr_array
 from hpo.tasks.kind import FloatArray
 from hpo.tasks.tokenized_split import TokenizedSplit
 
+UNSEEN_ROWS = -math.log(0.025)
+"""A sample lacks a kind of row with a probability of 2.5 % if it is expected to have this many of it."""
+
 
 def mean_of_windows(values_WC: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
     num_examples = len(split.examples)
@@ -61,38 +64,60 @@ def f1_macro(
     return np.asarray(f1_BC[:, is_true_C].mean(axis=1))
 
 
-def micro_f1_bound(hits_N: FloatArray, true_N: FloatArray, predicted_N: FloatArray) -> float:
-    """Return the largest change of a micro F1 by one row, times the number of rows.
+def micro_f1_bound(hits_N: FloatArray, true_N: FloatArray, predicted_N: FloatArray) -> FloatArray:
+    """Return the largest change of a micro F1 by each row, times the number of rows: [N].
 
-    A row with t true items loses all of its hits and has p spurious items instead. t and p are at most the
-    largest numbers of a row. With F = 2H / (T + P), the change is ((2 - F) t + F max(p, t)) / (T + P).
+    A row with t true items loses all of its hits and has p spurious items instead. With F = 2H / (T + P), the
+    change is ((2 - F) t + F p) / (T + P).
     """
     total = float(true_N.sum() + predicted_N.sum())
     if not total:
-        return math.inf
+        return np.full(len(true_N), math.inf)
     f1 = 2 * float(hits_N.sum()) / max(total, 1)
-    most_true, most_predicted = float(true_N.max()), float(predicted_N.max())
-    change = (2 - f1) * most_true + f1 * max(most_true, most_predicted)
-    return len(true_N) * change / max(total - most_true - most_predicted, 1)
+    change_N = (2 - f1) * true_N + f1 * _most_spurious(true_N, predicted_N)
+    rest = max(total - float(true_N.max() + predicted_N.max()), 1)
+    return np.asarray(len(true_N) * change_N / rest, np.float64)
 
 
-def macro_f1_bound(hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:
-    """Return the largest change of `f1_macro` by one row, times the number of rows.
+def _most_spurious(true_N: FloatArray, predicted_N: FloatArray) -> FloatArray:
+    """Largest number of spurious items of each row: more than its true ones by at most the most that any row
+    has, and at most the largest number of a row.
+    """
+    surplus = max(float((predicted_N - true_N).max()), 0.0)
+    most = max(float(true_N.max()), float(predicted_N.max()))
+    return np.asarray(np.minimum(true_N + surplus, most), np.float64)
 
-    A row loses the hits of its true classes, and other classes get as many spurious items as any row has.
-    With f = 2H / (T + P), a lost hit takes (2 - f) / (T + P - 1) from the F1 of its class, and a spurious
-    item takes f / (T + P + 1).
+
+def macro_f1_bound(
+    hits_NC: Any, true_NC: Any, predicted_NC: Any, *, is_spurious_in_true: bool = False
+) -> FloatArray:
+    """Return the largest change of `f1_macro` by each row, times the number of rows: [N].
+
+    A row loses the hits of its true classes, and other classes get as many spurious items as it may have
+    (`_most_spurious`). With f = 2H / (T + P), a spurious item changes the F1 of its class by at most f / (T +
+    P - 1). A lost hit takes more if others are lost with it, so it takes the mean of as many as a sample may
+    lack.
+
+    Args:
+        is_spurious_in_true: whether a true class of a row may have spurious items in it, as a name of spans.
     """
     hits_C, true_C, predicted_C = (np.asarray(one.sum(axis=0)) for one in (hits_NC, true_NC, predicted_NC))
     if not true_C.any():
         return micro_f1_bound(*(np.asarray(one.sum(axis=1)) for one in (hits_NC, true_NC, predicted_NC)))
-    total_C = true_C + predicted_C
+    num_rows, total_C = true_NC.shape[0], true_C + predicted_C
     f1_C = 2 * hits_C / np.maximum(total_C, 1)
-    loss_C = np.where(true_C > 0, (2 - f1_C) / np.maximum(total_C - 1, 1), 0)
-    spurious_C = np.where(true_C > 0, f1_C / (total_C + 1), 0)
-    most_predicted = float(predicted_NC.sum(axis=1).max())
-    change = float((true_NC @ loss_C).max()) + most_predicted * float(spurious_C.max())
-    return float(true_NC.shape[0] * change / (true_C > 0).sum())
+    lost_C = np.clip(UNSEEN_ROWS * true_NC.max(axis=0).toarray().ravel(), 1, np.maximum(hits_C, 1))
+    left_C = 2 * np.maximum(hits_C - lost_C, 0) / np.maximum(total_C - lost_C, 1)
+    rate_C = np.maximum((f1_C - left_C) / lost_C, (2 - f1_C) / np.maximum(total_C - 1, 1))
+    loss_C = np.where(true_C > 0, rate_C, 0)
+    spurious_C = np.where(true_C > 0, f1_C / np.maximum(total_C - 1, 1), 0)
+    most_N = np.full(num_rows, spurious_C.max())
+    if not is_spurious_in_true and len(spurious_C) > 1:
+        worst = int(spurious_C.argmax())
+        most_N[true_NC[:, [worst]].nonzero()[0]] = np.partition(spurious_C, -2)[-2]
+    items_N = _most_spurious(*(np.asarray(one.sum(axis=1)) for one in (true_NC, predicted_NC)))
+    changes_N = (true_NC @ loss_C + items_N * most_N) / (true_C > 0).sum()
+    return np.asarray(num_rows * changes_N, np.float64)
 
 
 def macro_f1_change(num_rows: float, hits_NC: Any, true_NC: Any, predicted_NC: Any) -> float:

@@ -54,6 +54,8 @@ class RowStatistics:
     values_N: Mapping[str, FloatArray]  # other terms of the kind by name
     rows: tuple[Sequence[Any], Sequence[Any]] = ((), ())
     """Truths and predictions, for metrics of the study's own code."""
+    group_E: NDArray[np.intp] | None = None
+    """Number of each example's group: its rows are one piece of evidence. None: each row is a group."""
     _drawn: dict[bytes, dict[str, FloatArray]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -66,6 +68,12 @@ class RowStatistics:
     def class_counts(self) -> tuple[FloatArray, ...]:
         """Return true positives, true and predicted rows by class, each [C]. Empty for a regression."""
         return tuple(np.asarray(one.sum(axis=0)) for one in self.counts_NC.values())
+
+    def groups(self, index: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return the numbers, from 0, of the groups of the examples `index`."""
+        if self.group_E is None:
+            return np.arange(len(index))
+        return np.unique(self.group_E[index], return_inverse=True)[1]
 
     def scores(self) -> dict[str, float]:
         if not self.num_rows:
@@ -137,8 +145,16 @@ def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]
     return sum(primary) / len(primary) if 0 < len(primary) == len(values) else None
 
 
-def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> RowStatistics:
-    """Return the statistics of one prediction per example, from rows annotated for the task."""
+def row_statistics(
+    task: Task,
+    predictions: Sequence[Any],
+    examples: Sequence[Example],
+    groups: Sequence[int] | None = None,
+) -> RowStatistics:
+    """Return the statistics of one prediction per example, from rows annotated for the task.
+
+    `groups` has the number of each example's group; None: each row counts as independent.
+    """
     pairs = zip(predictions, examples, strict=True)
     rows = [(e, *pair) for e, pair in enumerate(pairs) if task.name in pair[1].annotated]
     index_N = np.array([e for e, _, _ in rows], np.intp)
@@ -147,4 +163,5 @@ def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Ex
     kind = kind_of(task)
     counts_NC, values_N = kind.row_values(predicted, annotated)
     kept = ([kind.truth(one) for one in annotated], predicted) if metrics_of(task.kind) else ((), ())
-    return RowStatistics(task, len(examples), index_N, counts_NC, values_N, kept)
+    group_E = None if groups is None else np.asarray(groups, np.intp)
+    return RowStatistics(task, len(examples), index_N, counts_NC, values_N, kept, group_E)

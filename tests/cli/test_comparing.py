@@ -26,7 +26,7 @@ SPACE = {
     "learning_rate": {"type": "categorical", "choices": [1e-4, 1e-3]},
 }
 KEYS = {"precision", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
-KEYS |= {"baseline", "collapse_share", "sentence"}
+KEYS |= {"baseline", "condition", "sentence"}
 QUICK = ("--top", "1", "--max-seeds", "3")
 LIMIT = "With 24 labelled rows of test, "
 

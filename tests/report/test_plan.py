@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.jsonl_sets import load_set, write_set
+from support.planted_comparison import plan_of
 from support.worker_process import study
 
 from hpo.data.dataset import DataSet
@@ -48,10 +49,20 @@ def data(tmp_path: Path) -> DataSet:
 
 def test_few_rows_cannot_show_a_precision_to_be_as_good(data: DataSet) -> None:
     """Clopper and Pearson: of 100 rows that agree up to 3.62 % of new rows may differ."""
-    text = comparison_limit(ACCURACY, data, 0.5)
+    text, can_be_as_good = comparison_limit(ACCURACY, data, 0.5)
+    assert not can_be_as_good
     assert text.startswith("With 100 labelled rows of test, losses under 3.63 points cannot be excluded")
     assert "A margin of 0.5 needs 736 such rows." in text
     assert text.endswith("be as good as fp32. Label more rows of test to change that.")
+
+
+@pytest.mark.parametrize(("seeds", "can_be_as_good"), [(14, False), (15, True)])
+def test_few_runs_cannot_show_a_precision_to_be_as_good(
+    data: DataSet, seeds: int, can_be_as_good: bool
+) -> None:
+    limit = comparison_limit(ACCURACY, data, 5.0, plan_of(seeds))
+    assert limit.can_be_as_good == can_be_as_good
+    assert limit.text.endswith(f"needs at least 15 runs; this comparison has at most {seeds}.")
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
@@ -59,6 +70,5 @@ def test_a_test_split_without_labels_is_replaced_by_validation(data: DataSet, is
     splits = {name: data.splits[name] for name in ("train", "validation")}
     if not is_missing:
         splits["test"] = [replace(one, labels={}, annotated=frozenset()) for one in data.splits["test"]]
-    assert "With 21 labelled rows of validation," in comparison_limit(
-        ACCURACY, replace(data, splits=splits), 0.5
-    )
+    limit = comparison_limit(ACCURACY, replace(data, splits=splits), 0.5)
+    assert "With 21 labelled rows of validation," in limit.text

@@ -121,6 +121,7 @@ def _packed(statistics: Mapping[str, RowStatistics]) -> bytes:
         arrays[f"{task}/num_examples"] = np.array(of.num_examples)
         arrays[f"{task}/index"] = of.index_N
         arrays[f"{task}/rows"] = np.array(json.dumps(of.rows))
+        arrays |= {} if of.group_E is None else {f"{task}/group": of.group_E}
         arrays |= {f"{task}/values/{name}": values_N for name, values_N in of.values_N.items()}
         for name, counts_NC in of.counts_NC.items():
             arrays |= {f"{task}/counts/{name}/{part}": getattr(counts_NC, part) for part in _SPARSE}
@@ -146,6 +147,7 @@ def _of_task(archive: Mapping[str, Any], task: Task) -> RowStatistics:
         counts,
         {name: archive[key] for name, key in named("values").items()},
         _rows(json.loads(str(archive[f"{task.name}/rows"]))) if f"{task.name}/rows" in archive else ((), ()),
+        archive.get(f"{task.name}/group"),
     )
 
 
