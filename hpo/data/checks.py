@@ -260,8 +260,9 @@ def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[str]:
 def _groups(data: DataFacts) -> Iterator[str]:
     for name, split in data.splits.items():
         if split.num_groups is not None and split.num_groups <= 0.95 * split.num_rows:
+            pieces = f"{split.num_groups:,} independent piece{'s' * (split.num_groups != 1)}"
             yield (
-                f"{split.num_rows:,} rows of {name} are {split.num_groups:,} independent pieces: "
+                f"{split.num_rows:,} rows of {name} are {pieces}: "
                 f"{split.num_alike:,} rows are duplicates or near duplicates of others, and rows of one "
                 "`group` are one piece. Intervals and verdicts need many pieces."
             )

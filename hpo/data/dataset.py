@@ -51,16 +51,10 @@ class DataSet:
     """By split, the number of rows of each source, in the order of the rows. Empty: a single source."""
     span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
     """Counts of the raw spans of each task, in all splits."""
-    _groups: dict[str, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def evidence_groups(self, split: str) -> list[int]:
-        """Return the group of each row of a split, in order, as `hpo.data.groups` numbers them.
-
-        They are computed once, when they are needed.
-        """
-        if split not in self._groups:
-            self._groups[split] = groups_of(self.splits[split])
-        return self._groups[split]
+        """Return the group of each row of a split, in order, as `hpo.data.groups` numbers them."""
+        return groups_of(self.splits[split])
 
     def odd_spans(self, task: str) -> OddSpans | None:
         """Return the spans of a task with an end inside a word or at a space, if there are many."""

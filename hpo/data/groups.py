@@ -14,6 +14,7 @@ So a shingle joins at most 50 texts, and the work is about linear in the number 
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -53,7 +54,13 @@ def evidence_groups(texts: Sequence[str], groups: Sequence[str | None]) -> list[
 
     They have an equal group, equal texts or near-duplicate texts, or a chain of such rows is between them. A
     blank text is equal to no other, and a group None or "" is none. Raises ValueError for unequal lengths.
+    The numbers of the last splits are kept.
     """
+    return list(_numbered(tuple(texts), tuple(groups)))
+
+
+@lru_cache(maxsize=4)
+def _numbered(texts: Sequence[str], groups: Sequence[str | None]) -> Sequence[int]:
     first: dict[int | str, int] = {}
     pairs: list[tuple[int, int]] = []
     for row, (key, text, group) in enumerate(zip(text_keys(texts).tolist(), texts, groups, strict=True)):

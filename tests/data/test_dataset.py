@@ -99,7 +99,6 @@ def test_groups_of_evidence_join_declared_groups_and_repeated_texts(tmp_path: Pa
     lines[4]["text"] = "TEXT 2"
     dataset = load_set(write_set(tmp_path, TASKS, train=rows(4, first=50), validation=lines))
     assert dataset.evidence_groups("validation") == [0, 0, 1, 2, 1]
-    assert dataset.evidence_groups("validation") is dataset.evidence_groups("validation")
 
 
 def test_limits_sample_the_file_and_larger_ones_keep_the_sample(tmp_path: Path) -> None:

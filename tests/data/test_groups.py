@@ -5,7 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from hpo.data.groups import evidence_groups
+from hpo.data.groups import evidence_groups, groups_of
+from hpo.tasks.example import Example
 
 WORDS = [f"word{number}" for number in range(5000)]
 
@@ -61,6 +62,22 @@ def test_near_duplicates_are_one_piece(text: str, other: str) -> None:
 )
 def test_other_texts_stay_apart(text: str, other: str) -> None:
     assert groups_of_texts(text, other) == [0, 1]
+
+
+def test_groups_of_a_split_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Example(str(n), f"text {n // 2}", {}, {}, group="a" * (n > 2)) for n in range(5)]
+    assert groups_of(rows) == [0, 0, 1, 1, 1]
+    groups_of(rows).clear()
+    monkeypatch.setattr("hpo.data.groups._near_duplicates", None)
+    assert groups_of([*rows]) == [0, 0, 1, 1, 1]
+    with pytest.raises(TypeError):
+        groups_of(rows[1:])
+
+
+def test_rows_far_apart_are_compared() -> None:
+    texts = [" ".join(words(30, seed)) for seed in range(2100)]
+    texts[2080] = f"{texts[7]}!"
+    assert groups_of_texts(*texts) == [*range(2080), 7, *range(2080, 2099)]
 
 
 def test_a_template_joins_no_texts() -> None:
