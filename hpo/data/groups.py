@@ -13,9 +13,10 @@ So a shingle joins at most 50 texts, and the work is about linear in the number 
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,8 +90,8 @@ def _near_duplicates(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 def _counted_shingles(texts: Sequence[str]) -> csr_array:
     """Return a matrix [texts, shingles] of ones: without shingles of templates, and without short texts."""
-    numbers: dict[str, int] = {}
-    words = [[numbers.setdefault(w, len(numbers)) for w in _WORD.findall(text.casefold())] for text in texts]
+    numbers = defaultdict[str, int](count().__next__)
+    words = [[*map(numbers.__getitem__, _WORD.findall(text.casefold()))] for text in texts]
     text_W = np.repeat(np.arange(len(texts)), [len(of) for of in words])
     word_W = np.fromiter(chain.from_iterable(words), np.uint64)
     num = max(0, len(word_W) - _LENGTH + 1)

@@ -40,6 +40,7 @@ def test_groups_equal_texts_and_chains_of_them_are_one_piece() -> None:
         (" ".join(words(60)), changed(words(60), 30)),
         (" ".join(words(60)), " ".join(["Intro:", *words(60), "The", "end!"])),
         (" ".join(words(20)), ", ".join(words(20)).upper() + "!!!"),
+        (" ".join(words(20)), " ".join(words(24))),
         ("".join(chr(0x4E00 + n) for n in range(80)), "".join(chr(0x4E00 + n) for n in range(75)) + "。"),
     ],
 )
@@ -55,6 +56,7 @@ def test_near_duplicates_are_one_piece(text: str, other: str) -> None:
         ("play jazz on spotify", "play rock on spotify"),
         ("it is good, is it", "it is good, is it?!"),
         (" ".join(words(19)), ", ".join(words(19))),
+        (" ".join(words(20)), " ".join(words(25))),
         (" ".join(words(60)), changed(words(60), 20, 40)),
         (" ".join(words(60)), changed(words(60), *range(0, 60, 5))),
         (" ".join(words(60)), " ".join(reversed(words(60)))),
@@ -83,6 +85,8 @@ def test_rows_far_apart_are_compared() -> None:
 def test_a_template_joins_no_texts() -> None:
     texts = [f"{changed(words(100), 50)} {number} {' '.join(words(3))}" for number in range(80)]
     assert groups_of_texts(*texts) == [*range(80)]
+    assert groups_of_texts(*texts[:51]) == [*range(51)]
+    assert groups_of_texts(*texts[:50]) == [0] * 50
     own = [" ".join([text, *words(40, seed)]) for seed, text in enumerate(texts, start=1)]
     assert groups_of_texts(*own, own[7] + " more") == [*range(80), 7]
 
