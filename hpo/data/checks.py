@@ -92,6 +92,14 @@ class DataFacts:
     sources: Mapping[str, Mapping[str, int]]
     """By split, the number of rows of each source; empty for a single source."""
 
+    def evidence(self) -> Iterator[str]:
+        """Yield a sentence about each split for evaluation."""
+        for name, of in self.splits.items():
+            if of.num_groups is not None:
+                pieces = f"{of.num_groups:,} independent piece{'s' * (of.num_groups != 1)} of evidence"
+                alike = f"{of.num_alike:,} rows are duplicates or near duplicates of others"
+                yield f"The {of.num_rows:,} rows of {name} are {pieces}: {alike}."
+
 
 def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
@@ -121,10 +129,7 @@ def data_facts(dataset: DataSet) -> DataFacts:
 
 def _evidence(examples: Sequence[Example], groups: Sequence[int]) -> tuple[int, int]:
     """Return the number of rows with equal or near-duplicate texts, and of groups."""
-    if any(example.group for example in examples):
-        alike = Counter(evidence_groups([example.text for example in examples], [None] * len(examples)))
-    else:
-        alike = Counter(groups)
+    alike = Counter(evidence_groups([example.text for example in examples], [None] * len(examples)))
     return sum(num for num in alike.values() if num > 1), len({*groups})
 
 
@@ -220,12 +225,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     """Return the advice; names are between backticks."""
     num_texts = sum(split.num_rows for split in data.splits.values())
     num_windows = max(cut.num_windows["train"] for cut in lengths.cuts)
-    advice = [
-        *_leaks(data, config),
-        *_groups(data),
-        *_cuts(lengths, num_texts, config),
-        *_batch(num_windows, config),
-    ]
+    advice = [*_leaks(data, config), *_cuts(lengths, num_texts, config), *_batch(num_windows, config)]
     is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
         advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
@@ -241,12 +241,9 @@ def study_lengths(config: StudyConfig) -> list[int]:
 
 
 def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[str]:
-    has_columns = any(
-        "columns" not in one.unread_keys(one.source or "") for one in (*config.data.sources, config.data)
-    )
-    where = (
-        f" (`{'' if config.data.sources else 'data.'}columns.group` names its column)" if has_columns else ""
-    )
+    sources = {one.source for one in (config.data, *config.data.sources)}
+    tables = sources.intersection(config.data.SOURCES_OF["columns"])
+    where = " (`columns.group` in `data` names its column)" if tables else ""
     for leak in data.leaks:
         rows = data.splits[leak.split].num_rows
         if leak.num_rows >= 0.005 * rows:
@@ -254,17 +251,6 @@ def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[str]:
                 f"{_part(leak.num_rows, rows, 'text', leak.split)} in {leak.other} too "
                 f"(row `{leak.ids[0]}` is `{leak.ids[1]}`): its scores are too good. "
                 f"Remove them from {leak.other}, or give rows that belong together the same `group`{where}."
-            )
-
-
-def _groups(data: DataFacts) -> Iterator[str]:
-    for name, split in data.splits.items():
-        if split.num_groups is not None and split.num_groups <= 0.95 * split.num_rows:
-            pieces = f"{split.num_groups:,} independent piece{'s' * (split.num_groups != 1)}"
-            yield (
-                f"{split.num_rows:,} rows of {name} are {pieces}: "
-                f"{split.num_alike:,} rows are duplicates or near duplicates of others, and rows of one "
-                "`group` are one piece. Intervals and verdicts need many pieces."
             )
 
 

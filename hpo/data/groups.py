@@ -1,15 +1,13 @@
 """Rows of one split that are one piece of evidence: rows of one group, repeated texts and near duplicates.
 
-Two texts are equal if they differ in case and white space alone. Two texts are near duplicates if their
-shingles (runs of 5 words, without case and punctuation) have a Jaccard similarity of at least 0.8: one
-changed word in 49, or one added word in five at an end. This is the measure of Lee et al. 2022 (Deduplicating
-Training Data Makes Language Models Better), but exact, without random hashes.
+Texts are equal if they differ in case and white space alone. They are near duplicates if their shingles (runs
+of 5 words, without case and punctuation) have a Jaccard similarity of at least 0.8: one changed word in 49,
+or one added word in five at an end. (Lee et al. 2022, Deduplicating Training Data Makes Language Models
+Better, approximate this measure; here it is exact.)
 
-- Shingles in more than 50 different texts are those of a template. They do not count.
-- A text with fewer than 16 other shingles (20 words) has no near duplicates: short commands, and short texts
-  that differ by a number or a negation, stay apart.
-
-So a shingle joins at most 50 texts, and the work is about linear in the number of rows.
+Shingles in over 50 different texts are those of a template, and do not count: so the work is about linear in
+the number of rows. A text with fewer than 16 other shingles (20 words) has no near duplicates: short texts
+that differ by a number or a negation stay apart.
 """
 
 import re
@@ -28,8 +26,7 @@ from hpo.tasks.example import Example
 _LENGTH, _SIMILARITY, _FEWEST, _TEMPLATE = 5, 0.8, 16, 50
 """Words of a shingle, smallest similarity, smallest number of counted shingles, most texts with a shingle."""
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-"""Characters of scripts without spaces between words (Thai, Burmese, Khmer, Japanese, Chinese): each is a
-word."""
+"""Thai, Burmese, Khmer, Japanese, Chinese: no spaces between words, so each character is one."""
 _WORD = re.compile(f"[{_UNSPACED}]|[^\\W{_UNSPACED}]+")
 _ROWS = 1024
 """Number of texts in one matrix product, for the memory."""
@@ -53,9 +50,8 @@ def groups_of(examples: Sequence[Example]) -> list[int]:
 def evidence_groups(texts: Sequence[str], groups: Sequence[str | None]) -> list[int]:
     """Return a number for each row, counted from 0 in the order of rows: rows that belong together have one.
 
-    They have an equal group, equal texts or near-duplicate texts, or a chain of such rows is between them. A
-    blank text is equal to no other, and a group None or "" is none. Raises ValueError for unequal lengths.
-    The numbers of the last splits are kept.
+    They have an equal group, equal or near-duplicate texts, or a chain of such rows between them. A blank
+    text is equal to no other, and a group "" is none. The numbers of the last splits are kept.
     """
     return list(_numbered(tuple(texts), tuple(groups)))
 
@@ -85,11 +81,12 @@ def _near_duplicates(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
         shared = (shingles_TS[begin : begin + _ROWS] @ by_shingle_ST).tocoo()
         a_P, b_P = shared.row + begin, shared.col
         is_near_P = shared.data >= _SIMILARITY * (size_T[a_P] + size_T[b_P] - shared.data)
+        is_near_P &= np.minimum(size_T[a_P], size_T[b_P]) >= _FEWEST
         yield from zip(a_P[is_near_P].tolist(), b_P[is_near_P].tolist(), strict=True)
 
 
 def _counted_shingles(texts: Sequence[str]) -> csr_array:
-    """Return a matrix [texts, shingles] of ones: without shingles of templates, and without short texts."""
+    """Return a matrix [texts, shingles] of ones, without the shingles of templates."""
     numbers = defaultdict[str, int](count().__next__)
     words = [[*map(numbers.__getitem__, _WORD.findall(text.casefold()))] for text in texts]
     text_W = np.repeat(np.arange(len(texts)), [len(of) for of in words])
@@ -105,8 +102,5 @@ def _counted_shingles(texts: Sequence[str]) -> csr_array:
     ones = csr_array((np.ones(len(shingle_W), np.int32), (text_W[:num][is_inside_W], shingle_W)), shape=shape)
     ones.sum_duplicates()
     ones.data[:] = np.bincount(ones.indices, minlength=len(shingles))[ones.indices] <= _TEMPLATE
-    ones.eliminate_zeros()
-    is_long_T = np.diff(ones.indptr) >= _FEWEST
-    ones.data[:] = np.repeat(is_long_T, np.diff(ones.indptr))
     ones.eliminate_zeros()
     return ones

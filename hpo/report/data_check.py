@@ -42,7 +42,7 @@ class DataCheck:
     def text(self) -> Iterator[Part]:
         """Show tables of the splits, tasks, classes and lengths, then the advice."""
         yield f"{self.study}: splits", self._splits()
-        yield "independent pieces of evidence", self._evidence()
+        yield from self.facts.evidence()
         yield "rows of each source", self._sources()
         yield "texts in two splits", self._leaks()
         yield "labels", self._tasks()
@@ -65,18 +65,6 @@ class DataCheck:
                 **{title: f"{lengths.quantiles[name][q]:,}" for q, title in _QUANTILES.items()},
             }
             for name, split in self.facts.splits.items()
-        ]
-
-    def _evidence(self) -> Rows:
-        return [
-            {
-                "split": name,
-                "rows": f"{split.num_rows:,}",
-                "duplicates and near duplicates": f"{split.num_alike:,}",
-                "independent pieces": f"{split.num_groups:,}",
-            }
-            for name, split in self.facts.splits.items()
-            if split.num_groups is not None
         ]
 
     def _sources(self) -> Rows:

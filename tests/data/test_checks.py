@@ -69,9 +69,10 @@ def test_near_duplicates_and_groups_are_counted_in_splits_for_evaluation(tmp_pat
     assert splits["validation"] == SplitFacts(6, 1, num_alike=4, num_groups=3)
     assert splits["train"] == SplitFacts(2, 1)
     facts = DataFacts({"validation": SplitFacts(1000, 100, 300, 812)}, [], [], {})
-    lengths = LengthFacts({}, {"train": [5] * 101}, {}, [CutFacts(16, {}, {"train": 100}, {})])
-    (sentence,) = data_advice(facts, lengths, study_of())
-    assert sentence.startswith("1,000 rows of validation are 812 independent pieces: 300 rows are duplicates")
+    (sentence,) = facts.evidence()
+    assert sentence.startswith(
+        "The 1,000 rows of validation are 812 independent pieces of evidence: 300 rows"
+    )
 
 
 @pytest.mark.parametrize("source", ["jsonl", "csv", "parquet", "hub"])
@@ -79,7 +80,7 @@ def test_advice_about_groups_names_the_key_of_the_format(source: str) -> None:
     at: dict[str, Any] = {"hub": {"name": "x"}} if source == "hub" else {"path": "x"}
     (sentence,) = advice(leaks=LEAK, source=source, tasks=TASKS_OF_TONE, **at)
     assert ("same `group`." in sentence) == (source == "jsonl"), sentence
-    assert ("same `group` (`data.columns.group` names its column)." in sentence) == (source != "jsonl")
+    assert ("same `group` (`columns.group` in `data` names its column)." in sentence) == (source != "jsonl")
 
 
 def test_classes_spans_and_numbers_are_counted(facts: DataFacts) -> None:
