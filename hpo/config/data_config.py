@@ -133,6 +133,9 @@ class ColumnsConfig(Section):
     """Column with a unique id. Default: the number of the row."""
     text: str = "text"
     """Column with the text."""
+    group: str | None = None
+    """Column with the group, as text or a whole number: the same for rows of one author, patient or document.
+    They stay in one split, and are one piece of evidence. A row with an empty cell is its own group."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Task to column. A cell has a class or number, or several classes: a list or `a|b`."""
     spans: dict[str, str] = Field(default_factory=dict)

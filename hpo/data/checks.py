@@ -1,7 +1,7 @@
 """Facts about a data set before training, and a sentence of advice for each that misleads scores.
 
-Texts are equal if they differ in case and white space alone. The comparison is of 64-bit hashes: a million
-rows take 8 MB.
+Texts of two splits are compared by 64-bit hashes (`hpo.data.groups`): a million rows take 8 MB. Near
+duplicates and groups are counted in the splits for evaluation alone.
 """
 
 import logging
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
+from hpo.data.groups import evidence_groups, normalised, text_keys
 from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.tasks.example import Example
@@ -28,10 +29,6 @@ from hpo.tasks.tokenized_split import WHOLE_TEXTS, Windowing
 _logger = logging.getLogger("hpo.data")
 
 
-def normalised(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
 @dataclass(frozen=True)
 class SplitFacts:
     """The rows of one split."""
@@ -39,6 +36,10 @@ class SplitFacts:
     num_rows: int
     num_duplicates: int
     """Number of rows with the text of an earlier row."""
+    num_alike: int | None = None
+    """Number of rows that are duplicates or near duplicates of others. None: a split for training."""
+    num_groups: int | None = None
+    """Number of independent pieces of evidence: groups of rows. None: a split for training."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,14 @@ class DataFacts:
     sources: Mapping[str, Mapping[str, int]]
     """By split, the number of rows of each source; empty for a single source."""
 
+    def evidence(self) -> Iterator[str]:
+        """Yield a sentence about each split for evaluation."""
+        for name, of in self.splits.items():
+            if of.num_groups is not None:
+                pieces = f"{of.num_groups:,} independent piece{'s' * (of.num_groups != 1)} of evidence"
+                alike = f"{of.num_alike:,} rows are duplicates or near duplicates of others"
+                yield f"The {of.num_rows:,} rows of {name} are {pieces}: {alike}."
+
 
 def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
@@ -101,9 +110,9 @@ def data_facts(dataset: DataSet) -> DataFacts:
     keys: dict[str, NDArray[np.int64]] = {}
     for split, examples in dataset.splits.items():
         _logger.info("checking the %s split", split)
-        key_E = np.fromiter((hash(normalised(row.text)) for row in examples), dtype=np.int64)
-        keys[split] = key_E
-        splits[split] = SplitFacts(len(examples), len(examples) - len(np.unique(key_E)))
+        keys[split] = key_E = text_keys(row.text for row in examples)
+        evidence = () if split == "train" else _evidence(examples, dataset.evidence_groups(split))
+        splits[split] = SplitFacts(len(examples), len(examples) - len(np.unique(key_E)), *evidence)
         for task, facts in zip(dataset.tasks, tasks, strict=True):
             _count(facts, kind_of(task), split, examples)
             facts.num_rows[split] = _num_rows(task.name, examples, dataset.sources.get(split, {}))
@@ -116,6 +125,12 @@ def data_facts(dataset: DataSet) -> DataFacts:
             ids = (dataset.splits[split][first].id, dataset.splits[other][twin].id)
             leaks.append(Leak(split, other, int(is_in_other_E.sum()), ids))
     return DataFacts(splits, tasks, leaks, dataset.sources)
+
+
+def _evidence(examples: Sequence[Example], groups: Sequence[int]) -> tuple[int, int]:
+    """Return the number of rows with equal or near-duplicate texts, and of groups."""
+    alike = Counter(evidence_groups([example.text for example in examples], [None] * len(examples)))
+    return sum(num for num in alike.values() if num > 1), len({*groups})
 
 
 def _num_rows(task: str, examples: Sequence[Example], sources: Mapping[str, int]) -> int:
@@ -210,7 +225,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     """Return the advice; names are between backticks."""
     num_texts = sum(split.num_rows for split in data.splits.values())
     num_windows = max(cut.num_windows["train"] for cut in lengths.cuts)
-    advice = [*_leaks(data), *_cuts(lengths, num_texts, config), *_batch(num_windows, config)]
+    advice = [*_leaks(data, config), *_cuts(lengths, num_texts, config), *_batch(num_windows, config)]
     is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
         advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
@@ -225,14 +240,17 @@ def study_lengths(config: StudyConfig) -> list[int]:
     return sorted(map(int, searched.grid())) if searched else [config.training.max_length]
 
 
-def _leaks(data: DataFacts) -> Iterator[str]:
+def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[str]:
+    sources = {one.source for one in (config.data, *config.data.sources)}
+    tables = sources.intersection(config.data.SOURCES_OF["columns"])
+    where = " (`columns.group` in `data` names its column)" if tables else ""
     for leak in data.leaks:
         rows = data.splits[leak.split].num_rows
         if leak.num_rows >= 0.005 * rows:
             yield (
                 f"{_part(leak.num_rows, rows, 'text', leak.split)} in {leak.other} too "
                 f"(row `{leak.ids[0]}` is `{leak.ids[1]}`): its scores are too good. "
-                f"Remove them from {leak.other}, or give rows that belong together the same `group`."
+                f"Remove them from {leak.other}, or give rows that belong together the same `group`{where}."
             )
 
 

@@ -1,8 +1,9 @@
 """Read and check a data set: jsonl, csv and parquet files, the hub, own code, or the generator.
 
 Each row goes through one check (`RowChecker`), and all problems of all files are reported together. A missing
-split is drawn from the training rows by a hash of the row's group or id, so a group stays together. `limits`
-keep the rows with the smallest hashes: a larger limit keeps all rows of a smaller one.
+split is drawn from the training rows by a hash of the row's group or id, so a group stays together. If no
+group is drawn, the split is the one with about the wanted number of rows. `limits` keep the rows with the
+smallest hashes: a larger limit keeps all rows of a smaller one.
 
 Several sources are read one by one and then joined. A row has labels for the tasks of its source alone.
 """
@@ -11,6 +12,7 @@ import hashlib
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
 from hpo.config.study_file import show
 from hpo.data.examples import RowChecker, problem_list
+from hpo.data.groups import groups_of
 from hpo.data.hub import hub_readers
 from hpo.data.sources import SPLITS, Reader, file_readers, located, nearest_file, own_readers
 from hpo.data.span_ends import OddSpans, SpanEnds
@@ -48,6 +51,10 @@ class DataSet:
     """By split, the number of rows of each source, in the order of the rows. Empty: a single source."""
     span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
     """Counts of the raw spans of each task, in all splits."""
+
+    def evidence_groups(self, split: str) -> list[int]:
+        """Return the group of each row of a split, in order, as `hpo.data.groups` numbers them."""
+        return groups_of(self.splits[split])
 
     def odd_spans(self, task: str) -> OddSpans | None:
         """Return the spans of a task with an end inside a word or at a space, if there are many."""
@@ -325,14 +332,27 @@ def _drawn_splits(
                 break
         else:
             drawn["train"].append(example)
+    for split, share in shares.items():
+        if not drawn[split]:
+            drawn[split], drawn["train"] = _split_off(drawn["train"], share * len(splits["train"]))
     for split, examples in drawn.items():
         if not examples:
+            num = len({example.group for example in splits["train"]} - {None})
+            of_groups = f" with {num} group{'s' * (num > 1)}" if num else ""
             raise DataError(
-                f"{len(splits['train'])} training rows are too few to draw a {split} split from. "
+                f"{len(splits['train'])} training rows{of_groups} are too few to draw a {split} split from. "
                 f"Give a {split} file or change data.{'validation' if split == 'train' else split}_fraction."
             )
     made = {**splits, **drawn}
     return {split: made[split] for split in SPLITS if split in made}
+
+
+def _split_off(examples: Sequence[Example], wanted: float) -> tuple[list[Example], list[Example]]:
+    """Return the group with a number of rows next to `wanted`, or no row without groups, and all others."""
+    sizes = Counter(example.group for example in examples if example.group)
+    far = {group: (abs(size - wanted), _hash01("split", group)) for group, size in sizes.items()}
+    group = min(far, key=lambda one: far[one], default="")
+    return [row for row in examples if row.group == group], [row for row in examples if row.group != group]
 
 
 def _limited(examples: list[Example], limit: int | None) -> list[Example]:

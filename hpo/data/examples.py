@@ -14,7 +14,7 @@ from hpo.config.data_config import TaskConfig
 from hpo.data.span_ends import SpanEnds
 from hpo.errors import did_you_mean, shorten
 from hpo.tasks.example import Example, Label, Offsets
-from hpo.tasks.kind import Task, kind_of
+from hpo.tasks.kind import Task, class_name, kind_of
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
 MAX_KINDS, MAX_EXAMPLES = 10, 3
@@ -65,7 +65,7 @@ class RowChecker:
             for key in row
             if key not in ROW_KEYS and (hint := _similar_key(str(key))) is not None and hint not in row
         ]
-        row_id, text, group = row.get("id"), row.get("text"), row.get("group")
+        row_id, text, group = row.get("id"), row.get("text"), class_name(row.get("group"))
         if type(row_id) is int:
             row_id = str(row_id)
         if not isinstance(row_id, str) or not row_id.strip():
@@ -77,7 +77,7 @@ class RowChecker:
         elif _SURROGATE.search(text):
             problems.append("`text` holds half of a surrogate pair (a broken \\u escape)")
         if group is not None and not isinstance(group, str):
-            problems.append(f"`group` must be a string, but got {_show(group)}")
+            problems.append(f"`group` must be text or a whole number, but got {_show(group)}")
 
         labels = self._labels(row.get("labels"), problems)
         if not isinstance(text, str) or not text.strip():
@@ -104,7 +104,7 @@ class RowChecker:
         names = frozenset(annotated)
         names = self._annotated.setdefault(names, names)  # one set for all equal rows, for the memory
         truth = (labels, spans or _NO_SPANS, segments or _NO_SEGMENTS, alt_spans or _NO_SPANS, names)
-        return Example(str(row_id), text, *truth, group), []
+        return Example(str(row_id), text, *truth, group or None), []
 
     def _labels(self, given: object, problems: list[str]) -> dict[str, Label]:
         labels: dict[str, Label] = {}

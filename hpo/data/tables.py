@@ -108,7 +108,7 @@ class Table:
     def names(self) -> list[str]:
         """Columns to read."""
         columns = self._columns
-        names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
+        names = (columns.id, columns.text, columns.group, *columns.labels.values(), *columns.spans.values())
         return [name for name in dict.fromkeys(names) if name is not None]
 
     def check(self, header: Sequence[str]) -> None:
@@ -160,6 +160,8 @@ class Table:
                 )
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
         row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
+        if self._columns.group is not None:
+            row["group"] = cells[self._columns.group]
         return Row(where, row, problems, frozenset(annotated))
 
 

@@ -42,6 +42,7 @@ class DataCheck:
     def text(self) -> Iterator[Part]:
         """Show tables of the splits, tasks, classes and lengths, then the advice."""
         yield f"{self.study}: splits", self._splits()
+        yield from self.facts.evidence()
         yield "rows of each source", self._sources()
         yield "texts in two splits", self._leaks()
         yield "labels", self._tasks()

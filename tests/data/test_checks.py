@@ -27,6 +27,7 @@ TASKS: dict[str, Any] = {
     "grade": {"kind": "regression"},
     "who": {"kind": "token_classification", "span_names": ["person", "place"]},
 }
+TASKS_OF_TONE = {"tone": TASKS["tone"]}
 
 
 def row(number: int, text: str, spans: Any = None, **labels: Any) -> dict[str, Any]:
@@ -53,6 +54,33 @@ def test_repeated_texts_are_counted_without_regard_to_case(facts: DataFacts) -> 
     found = {name: (of.num_rows, of.num_duplicates) for name, of in facts.splits.items()}
     assert found == {"train": (4, 2), "validation": (3, 1), "test": (1, 0)}
     assert facts.leaks == [Leak("validation", "train", 2, ("r10", "r3"))]
+
+
+def test_near_duplicates_and_groups_are_counted_in_splits_for_evaluation(tmp_path: Path) -> None:
+    text = " ".join(f"word{n}" for n in range(60))
+    texts = ["a", "b", "A ", text, text.replace("word30", "other"), "c"]
+    validation = [
+        row(n, one, tone="calm") | {"group": "bc"[n > 4] * (n in (1, 2))} for n, one in enumerate(texts)
+    ]
+    train = [row(n, text, tone="angry") for n in range(10, 12)]
+    splits = data_facts(
+        load_set(write_set(tmp_path, TASKS_OF_TONE, train=train, validation=validation))
+    ).splits
+    assert splits["validation"] == SplitFacts(6, 1, num_alike=4, num_groups=3)
+    assert splits["train"] == SplitFacts(2, 1)
+    facts = DataFacts({"validation": SplitFacts(1000, 100, 300, 812)}, [], [], {})
+    (sentence,) = facts.evidence()
+    assert sentence.startswith(
+        "The 1,000 rows of validation are 812 independent pieces of evidence: 300 rows"
+    )
+
+
+@pytest.mark.parametrize("source", ["jsonl", "csv", "parquet", "hub"])
+def test_advice_about_groups_names_the_key_of_the_format(source: str) -> None:
+    at: dict[str, Any] = {"hub": {"name": "x"}} if source == "hub" else {"path": "x"}
+    (sentence,) = advice(leaks=LEAK, source=source, tasks=TASKS_OF_TONE, **at)
+    assert ("same `group`." in sentence) == (source == "jsonl"), sentence
+    assert ("same `group` (`columns.group` in `data` names its column)." in sentence) == (source != "jsonl")
 
 
 def test_classes_spans_and_numbers_are_counted(facts: DataFacts) -> None:

@@ -8,6 +8,7 @@ import pytest
 from support.jsonl_sets import load_set, write_set
 
 from hpo.data.dataset import DataSet
+from hpo.errors import DataError
 
 TASKS = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
 
@@ -82,6 +83,22 @@ def test_drawn_splits_keep_groups_and_existing_splits(tmp_path: Path) -> None:
     assert ids(dataset, "test") == [f"row{i}" for i in range(1000, 1010)]
     trained, validated = ({row.group for row in dataset.splits[split]} for split in ("train", "validation"))
     assert len(trained) + len(validated) == 30
+
+
+def test_a_split_is_drawn_from_few_groups(tmp_path: Path) -> None:
+    train = [{**line, "group": "ab"[i > 2] if i < 20 else "c"} for i, line in enumerate(rows(40))]
+    dataset = load_set(write_set(tmp_path, TASKS, train=train), validation_fraction=0.1)
+    assert ids(dataset, "validation") == ["row0", "row1", "row2"], "of 3, 17 and 20 rows, 3 are next to 4"
+    write_set(tmp_path, TASKS, train=[{**line, "group": "a"} for line in train])
+    with pytest.raises(DataError, match="40 training rows with 1 group are too few to draw"):
+        load_set(tmp_path)
+
+
+def test_groups_of_evidence_join_declared_groups_and_repeated_texts(tmp_path: Path) -> None:
+    lines = [{**line, "group": "a"} for line in rows(2)] + rows(3, first=2)
+    lines[4]["text"] = "TEXT 2"
+    dataset = load_set(write_set(tmp_path, TASKS, train=rows(4, first=50), validation=lines))
+    assert dataset.evidence_groups("validation") == [0, 0, 1, 2, 1]
 
 
 def test_limits_sample_the_file_and_larger_ones_keep_the_sample(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hpo.errors import DataError
 from hpo.tasks.kind import Task, kind_of
 
 READERS = ["jsonl", "csv", "parquet", "hub csv", "hub jsonl", "hub parquet"]
+SPLITS = ("train", "validation")
 Columns = dict[str, list[Any]]
 
 
@@ -51,7 +52,7 @@ def write(folder: Path, reader: str, split: str, columns: Columns) -> None:
     else:
         rows = [{name: plain(cell) for name, cell in row.items()} for row in rows]
         for row in rows if reader == "jsonl" else ():
-            labels = {name: row.pop(name) for name in [*row] if name not in ("id", "text", "spans")}
+            labels = {name: row.pop(name) for name in [*row] if name not in ("id", "text", "spans", "group")}
             row |= {"spans": {"person": row.get("spans")}, "labels": labels}
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
@@ -60,14 +61,15 @@ def read(folder: Path, reader: str, tasks: dict[str, Any], columns: Columns, **m
     """Load the columns as training and validation data; `spans` are those of the task `names`."""
     folder = folder / reader.replace(" ", "_")
     folder.mkdir(parents=True)
-    for split in ("train", "validation"):
+    for split in SPLITS:
         write(folder, reader, split, columns)
     source = reader.partition(" ")[0]
     at: dict[str, Any] = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
     if source != "jsonl":
-        labels = {name: name for name in columns if name != "spans"}
+        labels = {name: name for name in columns if name not in ("spans", "group")}
         spans = {"names": "spans"} if "spans" in columns else {}
-        at["columns"] = {"id": "id", "labels": labels, "spans": spans}
+        group = {"group": "group"} if "group" in columns else {}
+        at["columns"] = {"id": "id", "labels": labels, "spans": spans, **group}
     return load(source=source, tasks=tasks, **at, **more)
 
 
@@ -145,3 +147,40 @@ def test_spans_of_several_names_are_objects(reader: str, tmp_path: Path) -> None
     place = {"place": [(7, 11)]}
     assert [dict(row.spans) for row in rows] == [{"person": [(0, 3)], **place}, place, {}]
     assert [bool(row.annotated) for row in rows] == [True, True, False]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["ann", " ann ", "", None, "  ", "0"], ["ann", "ann", None, None, None, "0"]),
+        ([7, 0, 5], ["7", "0", "5"]),
+    ],
+)
+def test_every_reader_reads_groups(
+    reader: str, cells: list[Any], expected: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"group": cells, "t": ["a", "b", "a"] * (len(cells) // 3)}
+    monkeypatch.setattr(f"{__name__}.SPLITS", ("train",))
+    dataset = read(tmp_path, reader, {"t": {"kind": ONE}}, rows, validation_fraction=0.3)
+    groups = {row.id: row.group for split in dataset.splits.values() for row in split}
+    assert groups == {f"train{n}": group for n, group in enumerate(expected)}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_group_in_two_splits_is_refused(reader: str, tmp_path: Path) -> None:
+    rows = {"group": ["ann", None], "t": ["a", "b"]}
+    with pytest.raises(DataError, match=r"1 bad row .*\n.*group must stay in one split, but `ann` is"):
+        read(tmp_path, reader, {"t": {"kind": ONE}}, rows)
+
+
+def test_bad_columns_of_groups_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "parquet", "train", {"author": [1.5, float("nan")], "t": ["a", "b"]})
+    options = {"source": "parquet", "path": str(tmp_path), "tasks": {"t": {"kind": ONE}}}
+    columns = {"id": "id", "labels": {"t": "t"}}
+    with pytest.raises(
+        DataError, match=r"2 bad rows(.|\n)*`group` must be text or a whole number, but got n"
+    ):
+        load(columns={**columns, "group": "author"}, **options)
+    with pytest.raises(DataError, match=r"has no column `auther`\. Did you mean `author`"):
+        load(columns={**columns, "group": "auther"}, **options)
