@@ -215,7 +215,7 @@ def test_code_of_the_readme(tmp_path: Path) -> None:
     ok(finish(start_hpo(tmp_path, "run", "tiny.yaml")))
     assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete", "complete"]
 
-    options = ("--precisions", "bf16", "--top", "1", "--seeds", "3", "--max-seeds", "3", "--json")
+    options = ("--precisions", "bf16", "--top", "1", "--seeds", "3", "--max-seeds", "3", "--anyway", "--json")
     compared = ok(finish(start_hpo(tmp_path, "compare", "tiny.yaml", *options), 300)).json
     (verdict,) = compared["verdicts"]
     assert (verdict["metric"], verdict["num_runs"], verdict["num_rows"]) == ("topic/worst_recall", 3, 26)

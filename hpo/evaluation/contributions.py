@@ -60,14 +60,20 @@ def metrics_by_task(statistics: Statistics, metric: str) -> dict[str, str]:
     return {task: name} if task else {name: of.task.primary_metric for name, of in statistics.items()}
 
 
-def perfect_statistics(tasks: Sequence[Task], examples: Sequence[Example]) -> Statistics:
-    """Return the statistics of right predictions, for facts about a split before any run."""
+def perfect_statistics(
+    tasks: Sequence[Task], examples: Sequence[Example], groups: Sequence[int] | None = None
+) -> Statistics:
+    """Return the statistics of right predictions, for facts about a split before any run.
+
+    `groups` has the number of each row's group; None: each row counts as independent.
+    """
     kinds = {task.name: kind_of(task) for task in tasks}
     return {
         task.name: row_statistics(
             task,
             [kinds[task.name].truth(one) if task.name in one.annotated else None for one in examples],
             examples,
+            groups,
         )
         for task in tasks
     }
@@ -186,9 +192,9 @@ def shuffled_value(statistics: Statistics, metric: str) -> float:
 
 
 def rare_classes(statistics: Statistics, metric: str, margin: float) -> dict[str, int]:
-    """Return the classes with too few labelled rows for the margin, in a metric that is a mean over classes.
+    """Return the classes with too few groups of rows for the margin, in a metric that is a mean over classes.
 
-    A class of n rows can lose about 4 / n of its F1 unnoticed, and a class without rows all of it.
+    A class in n groups can lose about 4 / n of its F1 unnoticed, and a class without rows all of it.
     """
     names = metrics_by_task(statistics, metric)
     rare: dict[str, int] = {}
@@ -196,8 +202,10 @@ def rare_classes(statistics: Statistics, metric: str, margin: float) -> dict[str
         of = statistics[task]
         if name != "f1_macro" or not of.counts_NC:
             continue
-        true_C = of.class_counts()[1].astype(int)
-        share = 100 / len(names) / max(int((true_C > 0).sum()), 1)
-        pairs = zip(of.task.labels, true_C.tolist(), strict=True)
+        true_NC = of.counts_NC["true"].tocoo()
+        places = np.unique(np.stack([of.groups(of.index_N)[true_NC.row], true_NC.col]), axis=1)
+        groups_C = np.bincount(places[1], minlength=len(of.task.labels))
+        share = 100 / len(names) / max(int((groups_C > 0).sum()), 1)
+        pairs = zip(of.task.labels, groups_C.tolist(), strict=True)
         rare |= {label: num for label, num in pairs if excludable_loss(share, num) >= margin}
     return rare

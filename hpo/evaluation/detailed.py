@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import coo_array
 
+from hpo.data.groups import groups_of
 from hpo.errors import first_names
 from hpo.evaluation.contributions import baselines
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, metric_intervals
@@ -61,8 +62,10 @@ class SplitPredictions:
 
     @cached_property
     def statistics(self) -> Mapping[str, RowStatistics]:
+        groups = groups_of(self.examples)
         return {
-            task.name: row_statistics(task, self.predictions[task.name], self.examples) for task in self.tasks
+            task.name: row_statistics(task, self.predictions[task.name], self.examples, groups)
+            for task in self.tasks
         }
 
     def metrics(self) -> dict[str, dict[str, float]]:

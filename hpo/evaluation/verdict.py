@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hpo.data.groups import groups_of
 from hpo.errors import first_names
 from hpo.evaluation.contributions import (
     Scored,
@@ -84,7 +85,7 @@ class Facts:
     chance: float
     """Expected score of the same predictions in random order."""
     rare: Mapping[str, int]
-    """Classes with too few labelled rows for the margin, with the number of rows."""
+    """Classes in too few groups of labelled rows for the margin, with the number of groups."""
     assumptions: tuple[str, ...] = ()
     """Limits of a verdict, as sentences."""
 
@@ -127,7 +128,7 @@ def label_facts(tasks: Sequence[Task], examples: Sequence[Example], question: Qu
 
     The effect of a row on an `rmse` is smallest for a poor model, so errors have the bound of the baseline.
     """
-    facts = facts_of(perfect_statistics(tasks, examples), question)
+    facts = facts_of(perfect_statistics(tasks, examples, groups_of(examples)), question)
     if facts is None or facts.baseline is None or not is_error(question.metric):
         return facts
     return replace(facts, row_bound=min(facts.row_bound, facts.baseline.row_bound))
@@ -146,13 +147,14 @@ def facts_of(statistics: Statistics, question: Question) -> Facts | None:
         scored(constant, metric) if constant else None,
         shuffled_value(statistics, metric),
         rare_classes(statistics, metric, question.margin),
-        tuple(_assumptions(statistics, metric)),
+        (
+            f"Each {'row' if len(run.groups_G) == run.num_rows else 'group'} counts as independent.",
+            *_assumptions(statistics, metric),
+        ),
     )
 
 
 def _assumptions(statistics: Statistics, metric: str) -> Iterator[str]:
-    if all(one.group_E is None for one in statistics.values()):
-        yield "Each row counts as independent."
     for name, task_metric in metrics_by_task(statistics, metric).items():
         task_statistics = statistics[name]
         kind = kind_of(task_statistics.task)

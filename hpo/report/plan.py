@@ -219,7 +219,7 @@ def measure_cost(
 
 
 class Limit(NamedTuple):
-    """What a comparison cannot exclude."""
+    """Largest hidden loss of a comparison, as a sentence."""
 
     text: str
     can_be_as_good: bool = True

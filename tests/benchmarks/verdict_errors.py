@@ -134,7 +134,7 @@ def examples_of(task: Task, truths: Sequence[Any]) -> list[Example]:
         labels_ = {} if is_span or truth is None else {task.name: truth}
         spans = {name: [tuple(one) for one in of] for name, of in truth.items()} if is_span else {}
         annotated = frozenset() if truth is None else frozenset([task.name])
-        examples.append(Example(str(row), " " * 100, labels_, spans, annotated=annotated))
+        examples.append(Example(str(row), " " * 400, labels_, spans, annotated=annotated))
     return examples
 
 
@@ -352,6 +352,41 @@ class Spans:
 
 
 @dataclass(frozen=True)
+class UnevenSpans:
+    """One model on each side. A text has 1 to about 30 spans, 4 on average.
+
+    The other model misses all spans in a share of the texts with `least` spans or more.
+    """
+
+    lost: float
+    least: int = 1
+    num_rows: int = 1000
+    errors: float = 0.05
+
+    def __call__(self, rng: Generator, num_runs: int) -> Study:  # noqa: ARG002
+        num_N = rng.geometric(0.25, self.num_rows)
+        right_N = [rng.random(num) >= self.errors for num in num_N]
+        lost_N = (rng.random(self.num_rows) < self.lost) & (num_N >= self.least)
+        reference = [self.spans(right_S) for right_S in right_N]
+        other = [{"a": []} if is_lost else row for is_lost, row in zip(lost_N, reference, strict=True)]
+        truths = [self.spans(np.ones(num, bool)) for num in num_N]
+        return Study(truths, [reference], [other])
+
+    @staticmethod
+    def spans(right_S: NDArray[Any]) -> dict[str, Any]:
+        return {"a": [[3 * s, 3 * s + (3 if right else 2)] for s, right in enumerate(right_S)]}
+
+    @property
+    def loss(self) -> float:
+        """The true loss of micro F1 in points, from the expected numbers of spans."""
+        sizes = np.arange(1, 400)
+        spans_S = sizes * 0.25 * 0.75 ** (sizes - 1)
+        true, lost = spans_S.sum(), self.lost * spans_S[self.least - 1 :].sum()
+        hits = 1 - self.errors
+        return 100 * float(hits - 2 * hits * (true - lost) / (2 * true - lost))
+
+
+@dataclass(frozen=True)
 class LearnedNothing:
     """Predictions that do not depend on the text, nearly the same in all runs."""
 
@@ -406,9 +441,16 @@ def cells() -> list[Cell]:
         draw = Accuracy(1000 // copies, rows=0.005, copies=copies, spread=0.0)
         return Cell(f"each row {copies} times, 0.5 % of them lost", accuracy, draw, 0.5)
 
-    def rare(name: str, num_classes: int, rows: int, lost: float, looks: Sequence[int] = LOOKS) -> Cell:
+    def rare(
+        name: str, num_classes: int, rows: int, lost: float, looks: Sequence[int] = LOOKS, margin: float = 0.5
+    ) -> Cell:
         draw = RareClass(num_classes, rows, lost)
-        return Cell(name, labels(num_classes, "f1_macro"), draw, macro_f1_loss(draw), looks)
+        return Cell(name, labels(num_classes, "f1_macro"), draw, macro_f1_loss(draw), looks, margin)
+
+    def uneven(lost: float, least: int) -> Cell:
+        draw = UnevenSpans(lost, least)
+        name = f"one model each: span F1, {100 * lost:g} % of the texts with {least} spans or more lost"
+        return Cell(name, SPANS, draw, draw.loss, one, margin=draw.loss)
 
     def nothing(num: int, num_rows: int) -> Cell:
         name = f"learned nothing, {num:,} of {num_rows:,} rows labelled"
@@ -429,6 +471,10 @@ def cells() -> list[Cell]:
         rare("one model each: macro F1, 10 classes, a class of 3 rows loses 30 %", 10, 3, 0.3, one),
         Cell("span F1, spans in 50 of 1,000 texts, 2 % missed", SPANS, Spans(50, 0.02), 1.9),
         Cell("span F1, spans in 100 of 1,000 texts, 2 % missed", SPANS, Spans(100, 0.02), 1.9),
+        uneven(0.04, 1),
+        uneven(0.5, 13),
+        uneven(0.9, 15),
+        rare("one model each: macro F1, 5 classes, a class of 10 rows loses 30 %", 5, 10, 0.3, one, 3.3),
         large(0.05, 20),
         large(0.05, 10),
         large(0.1, 10),

@@ -27,13 +27,17 @@ SPACE = {
 }
 KEYS = {"precision", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
 KEYS |= {"baseline", "condition", "sentence"}
-QUICK = ("--top", "1", "--max-seeds", "3")
+QUICK = ("--top", "1", "--max-seeds", "3", "--anyway")
 LIMIT = "With 24 labelled rows of test, "
 
 
 def test_precisions_and_configurations_are_compared(tmp_path: Path) -> None:
     write_study(tmp_path, n_trials=4, sampler={"name": "grid"}, search_space=SPACE)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    few = (
+        "So no precision can be shown to be as good as fp32. Label more rows of test to change that. To train"
+    )
+    refused(hpo_command(tmp_path, "compare", "tiny.yaml", *QUICK[:-1], "--precisions", "bf16"), LIMIT, few)
     first = ok(hpo_command(tmp_path, "compare", "tiny.yaml", *QUICK, "--precisions", "bf16"))
     assert first.err.index(LIMIT) < first.err.index("At most 6 trials, about ")
     result = ok(hpo_command(tmp_path, "compare", "tiny", "--json")).json
@@ -106,7 +110,7 @@ def test_a_planted_loss_is_worse(planted_folder: Path) -> None:
 def test_a_killed_comparison_reaches_the_same_verdict(planted_folder: Path, tmp_path: Path) -> None:
     """Killed during a trial, and again between a judgement and its consequence. No trial is lost."""
     undisturbed = shutil.copytree(planted_folder, tmp_path / "undisturbed")
-    options = ("--margin", "1.5", "--max-seeds", "5")
+    options = ("--margin", "1.5", "--max-seeds", "5", "--anyway")
     with planted("noisy"):
         whole = ok(hpo_command(undisturbed, *PLANTED, *options, "--json")).json
     num_ended = 0

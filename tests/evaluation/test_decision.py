@@ -42,7 +42,7 @@ def decided(runs: Any, margin: float = 0.5) -> Any:
     return decide(np.asarray(runs, float), np.full(9, np.mean(runs)), margin, **NO_ROWS)
 
 
-def test_equal_runs_reach_as_far_as_the_bet_that_wins_most() -> None:
+def test_equal_runs_reach_as_far_as_a_bet_of_all_capital() -> None:
     """A bet of all capital on no loss wins 4/3 for each run, since a run may lose 4 margins."""
     stakes, shares = np.array([0.25, 0.5, 0.75, 1.0]), np.array([1, 1, 1, 3]) / 6
     for num in (9, 15, 36):
@@ -57,7 +57,7 @@ def test_equal_runs_reach_as_far_as_the_bet_that_wins_most() -> None:
 def test_the_mean_of_runs_is_rarely_called_as_good_at_the_margin(draw: str) -> None:
     """The true mean is the margin, at any of five looks; no loss is larger than 4 margins."""
     rng, wrong = np.random.default_rng(5), 0
-    for _ in range(200):
+    for _ in range(100):
         if draw == "two points":
             losses = 2.0 * (rng.random(36) < 0.25)
         elif draw == "lognormal":
@@ -65,10 +65,10 @@ def test_the_mean_of_runs_is_rarely_called_as_good_at_the_margin(draw: str) -> N
         else:
             losses = np.minimum(rng.normal(0.5, 0.3, 36), 2.0)
         wrong += any(decided(-losses[:num]).verdict == "as_good" for num in (9, 12, 18, 27, 36))
-    assert binomtest(wrong, 200, ALPHA, alternative="greater").pvalue > 0.01
+    assert binomtest(wrong, 100, ALPHA, alternative="greater").pvalue > 0.01
 
 
-def test_a_condition_leaves_what_the_interval_leaves() -> None:
+def test_slack_is_the_distance_of_interval_and_margin() -> None:
     found = decided(np.zeros(36))
     assert found.slack == pytest.approx(0.5 + found.low)
     worse = decided(np.full(36, -2.0))
@@ -102,7 +102,7 @@ def test_one_row_excludes_nothing(runs: int, rows: int, is_known: bool) -> None:
     assert math.isfinite(found.high - found.low) == is_known
 
 
-def test_common_bound_hides_the_most_that_uneven_groups_can() -> None:
+def test_common_bound_hides_the_largest_loss_of_uneven_groups() -> None:
     """By a search for the largest loss that a sample lacks with a probability of 2.5 %."""
     bounds = np.random.default_rng(0).geometric(0.3, 60).astype(float)
 

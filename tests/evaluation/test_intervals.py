@@ -208,3 +208,32 @@ def test_no_two_predictions_change_f1_macro_by_more_than_the_bound(seed: int) ->
             changed = statistics_of(task, names[truth], names[other]).scores()["f1_macro"]
             largest = max(largest, abs(changed - value))
     assert 0 < largest <= bound + 1e-12
+
+
+# Groups of rows
+
+
+def test_copies_of_rows_do_not_narrow_an_interval() -> None:
+    truth, predicted = np.random.default_rng(7).normal(size=(2, 40))
+    once = metric_intervals(numbers(truth, predicted)).tasks["t"]["mae"]
+    copied = numbers(np.tile(truth, 4), np.tile(predicted, 4))["t"]
+    groups = np.tile(np.arange(40), 4)
+    found = metric_intervals({"t": dataclasses.replace(copied, group_E=groups)}).tasks["t"]["mae"]
+    assert (found.low, found.high) == pytest.approx((once.low, once.high))
+    assert width(metric_intervals({"t": copied}).tasks["t"]["mae"]) < 0.7 * width(once)
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+def test_interval_of_accuracy_covers_the_population_of_authors(is_even: bool) -> None:
+    """30 authors of 10 rows. The share of right rows of an author has a beta distribution around 85 %."""
+    rng, draws, covered = np.random.default_rng(4), 150, 0
+    for _ in range(draws):
+        sizes = np.full(30, 10) if is_even else rng.geometric(0.1, 30)
+        author_N = np.repeat(np.arange(30), sizes)
+        right_N = rng.random(len(author_N)) < rng.beta(0.85 * 7 / 3, 0.15 * 7 / 3, 30)[author_N]
+        predicted = np.where(right_N, "a", "b").tolist()
+        rows = statistics_of(SINGLE, ["a"] * len(predicted), predicted)
+        given = {"t": dataclasses.replace(rows, group_E=author_N)}
+        found = metric_intervals(given, num_resamples=10).tasks["t"]["accuracy"]
+        covered += found.low <= 0.85 <= found.high
+    assert binomtest(covered, draws, 0.93, alternative="less").pvalue > 0.01

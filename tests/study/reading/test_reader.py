@@ -9,10 +9,12 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from support.detailed_documents import document, error, task_document
+from support.labelled_rows import rows_of
 from support.worker_process import begin, change_worker, evaluate, result, run_trials, study, worker_on
 
 from hpo.errors import RunError, StorageError
 from hpo.study.reading.detailed_evaluations import (
+    _packed,
     _warn_once,
     read_row_statistics,
     store_detailed_evaluation,
@@ -27,6 +29,8 @@ from hpo.study.store.optuna_internals import params, user_attributes
 from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics, studies
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import read_stored
+from hpo.tasks.kind import Task
+from hpo.training.metrics import row_statistics as row_statistics_of
 
 
 @pytest.mark.parametrize("table", ["trial_values", "hpo_workers"])
@@ -161,6 +165,18 @@ def test_damaged_row_statistics_are_one_clear_error(storage: Storage, content: b
     storage.write(lambda it: it.execute(row))
     with pytest.raises(RunError, match=r"trial 1 of `tiny` cannot be read \(.*Compare anew: hpo delete tiny"):
         read_row_statistics(storage, "tiny", [])
+
+
+@pytest.mark.parametrize("groups", [None, [0, 0, 1]])
+def test_row_statistics_keep_the_groups_of_rows(storage: Storage, groups: Any) -> None:
+    run_trials(storage, study(2))
+    task = Task("t", "single_label", ("a", "b"), primary="accuracy")
+    rows = rows_of(task, ["a", "b", None])
+    content = _packed({"t": row_statistics_of(task, ["a", "a", "a"], rows, groups)})
+    row = sa.insert(row_statistics).values(study="tiny", trial_number=1, content=content)
+    storage.write(lambda it: it.execute(row))
+    found = read_row_statistics(storage, "tiny", [task])[1]["t"]
+    assert (found.num_examples, found.groups(found.index_N).tolist()) == (3, [0, 0] if groups else [0, 1])
 
 
 NO_CHOICE = '{"name": "CategoricalDistribution", "attributes": {"choices": []}}'
