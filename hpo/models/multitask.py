@@ -102,7 +102,10 @@ class MultitaskModel(nn.Module):
         inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}
         if type_ids_BL is not None and self.passes_type_ids:
             inputs["token_type_ids"] = type_ids_BL
-        return cast(Tensor, self.encoder(**inputs).last_hidden_state)
+        hidden_BLD = cast(Tensor, self.encoder(**inputs).last_hidden_state)
+        # Encoders with bf16 weights may return fp32, such as Mamba; its own heads cast too.
+        narrow = any(weight.dtype == torch.bfloat16 for weight in self.heads.parameters())
+        return hidden_BLD.bfloat16() if narrow else hidden_BLD
 
     def forward(
         self, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, type_ids_BL: Tensor | None = None
