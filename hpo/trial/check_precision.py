@@ -9,6 +9,7 @@ It is the check before a trial (`hpo.trial.compat`), with the costs of the batch
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,10 @@ from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
+from hpo.precision.conditions import training_without_dropout, unchanged
 from hpo.precision.table import PRECISIONS, AmpConfig, canonical_precision, support
 from hpo.random_numbers import held_generators, same_random_numbers, seed_all
 from hpo.trial.compat import Compatibility, judge
-from hpo.trial.conditions import training_without_dropout, unchanged
 from hpo.trial.costs import Costs, measure_costs
 from hpo.trial.measure import Work, measure_work
 from hpo.trial.own_batch import arrays_of, map_leaves
@@ -73,8 +74,7 @@ def check_precision(
         raise InputError(supported.reason)
     amp = MixedPrecision(PRECISIONS[precision], AmpConfig(), device)
     with torch.enable_grad():
-        try_loss(model, loss_of_batch, batch)
-        work = work_of_loss(loss_of_batch, batch)
+        work = work_of_loss(loss_of_batch, batch, evaluates=try_loss(model, loss_of_batch, batch))
         check = judge(measure_work(model, amp, work), CompatConfig())
         if check.measurement.finite and check.measurement.reference_fits:
             amp.precision = check.measurement.fitting(amp.precision)
@@ -116,16 +116,27 @@ def device_of(model: nn.Module) -> DeviceInfo:
     return probe_device(devices.pop().type)
 
 
-def try_loss(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> None:
-    """Try the loss in fp32. Raises its errors, and InputError if it is no loss."""
+def try_loss(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> bool:
+    """Try the loss in fp32, and return whether it works in evaluation mode too: a detector has none there.
+
+    Raises its errors, and InputError if it is no loss.
+    """
     generators = held_generators(model, loss_of_batch, batch)
     with unchanged(model), same_random_numbers(*generators):
         loss = loss_of_batch(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise InputError("loss_of_batch: must give a scalar tensor that depends on the model's weights.")
+    try:
+        with unchanged(model), same_random_numbers(*generators):
+            loss_of_batch(model.eval(), batch)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
-def work_of_loss(loss_of_batch: LossOfBatch, batch: Any) -> Work:
+def work_of_loss(loss_of_batch: LossOfBatch, batch: Any, *, evaluates: bool = True) -> Work:
     def loss_of(model: nn.Module) -> Tensor:
         seed_all(0)  # both sides draw the same; `measure_work` puts the generators back
         try:
@@ -149,12 +160,18 @@ def work_of_loss(loss_of_batch: LossOfBatch, batch: Any) -> Work:
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     outputs[f"output{keystr(path)}{f' of call {call}' * (call > 1)}"] = leaf
 
-        with model.register_forward_hook(note):
+        hooked = not isinstance(model, torch.jit.ScriptModule)
+        with model.register_forward_hook(note) if hooked else nullcontext():
             loss = loss_of(model).squeeze()
         # A model called in parts, or without tensors in its output, has only its loss.
         return loss, outputs or {"loss": loss}
 
-    return Work(forward, loss_of, owners=(loss_of_batch, batch))
+    def observed(model: nn.Module) -> None:
+        if model.training or evaluates:
+            with torch.enable_grad():  # a loss may have gradients inside, such as a penalty
+                loss_of(model)
+
+    return Work(forward, observed, owners=(loss_of_batch, batch))
 
 
 def fitting_batch(model: nn.Module, batch: Any) -> Any:

@@ -93,10 +93,9 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         reasons = [NOT_REPEATED.format(name), measurement.disagreement]
         return Compatibility("unverified", tuple(filter(None, reasons)), measurement, cached)
     if measurement.error:
-        kept = (
-            f"; buffers in fp32: {some(measurement.float32_buffers)}" if measurement.float32_buffers else ""
-        )
-        incompatible.append(f"{name} raised {measurement.error}{kept}")
+        kept = measurement.float32_buffers
+        buffers = f"; buffers in fp32: {some(kept)}" if kept else ""
+        incompatible.append(f"{name} raised {measurement.error}{buffers}")
     elif not measurement.finite:
         incompatible.append(f"{measurement.nonfinite} not finite under {name}{culprit}.")
     if incompatible and not measurement.reference_fits:

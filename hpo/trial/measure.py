@@ -1,11 +1,11 @@
 """Measurement of a model under a precision against fp32, on one small batch.
 
 Model and loss run forward and backward, in fp32 and under the precision, from equal weights and random
-numbers, as in training but without dropout (`hpo.trial.conditions`). Compared are finiteness, the relative
-error of each output (of a trial's model: of each head's logits) ||y - y32|| / ||y32||, and the cosine between
-the gradients. If two passes in fp32 differ, nothing is known of the precision. If gradients overflow under loss
-scaling, the scale backs off as in training, to its floor. If fp32 does not fit into memory, only finiteness
-is measured. `hpo.trial.costs` measures time and memory.
+numbers, as in training but without dropout (`hpo.precision.conditions`). Compared are finiteness, the
+relative error of each output (of a trial's model: of each head's logits) ||y - y32|| / ||y32||, and the
+cosine between the gradients. If two passes in fp32 differ, nothing is known of the precision. If gradients
+overflow under loss scaling, the scale backs off as in training, to its floor. If fp32 does not fit into
+memory, only finiteness is measured. `hpo.trial.costs` measures time and memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hpo.lost_device import raise_if_lost
 from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, float32_buffers, prepare_model
+from hpo.precision.conditions import SameDraws, training_without_dropout, unchanged
 from hpo.precision.effective import Agreement, Observation, observe_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 from hpo.random_numbers import generator_states, held_generators, same_random_numbers, seed_all
 from hpo.training.compilation import drop_compiled
-from hpo.trial.conditions import SameDraws, training_without_dropout, unchanged
 from hpo.trial.first_nonfinite import FirstNonfinite, is_finite
 from hpo.trial.parts import TrialParts
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from hpo.config.limits import MEASURED_METRICS
 from hpo.errors import CodeError, InputError, Invalid, Nonfinite
 from hpo.precision.amp import MixedPrecision, prepare_model
+from hpo.precision.conditions import unchanged
 from hpo.precision.effective import Agreement, observe, observe_model
 from hpo.precision.table import Precision
 from hpo.random_numbers import held_generators, same_random_numbers
@@ -36,8 +37,7 @@ from hpo.training.loop import CHECK_EVERY, apply_gradients, backward, repeated_i
 from hpo.training.optim import gradient_norm
 from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try_loss, work_of_loss
 from hpo.trial.compat import Compatibility, judge
-from hpo.trial.conditions import unchanged
-from hpo.trial.measure import Measurement, measure_work
+from hpo.trial.measure import Measurement, Work, measure_work
 from hpo.trial.own_batch import examples_of
 from hpo.trial.own_trial import OwnTrial, Params
 
@@ -195,24 +195,24 @@ class Run:
                 f"run.prepare: the model must be on run.device ({self.device}), but it is on {device.type}. "
                 "Call model.to(run.device)."
             )
-        check = self._check(model, loss_of_batch, batch)
+        work = work_of_loss(loss_of_batch, batch, evaluates=try_loss(model, loss_of_batch, batch))
+        check = self._check(model, work)
         trial.judge(check)
         skipped = check.verdict == "skipped"
         prepare_model(model, amp.precision if skipped else check.measurement.fitting(amp.precision))
         trial.prepared = model
         with same_random_numbers(*held_generators(model, loss_of_batch, batch)):
-            seen = observe_model(model, amp, work_of_loss(loss_of_batch, batch).observed)
+            seen = observe_model(model, amp, work.observed)
         trial.observed(model, seen)
         return Amp(trial, model)
 
-    def _check(self, model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> Compatibility:
+    def _check(self, model: nn.Module, work: Work) -> Compatibility:
         amp, bounds = self._trial.mixed_precision, self._trial.parts.study.compat
         if not bounds.enabled:
             return Compatibility("skipped", (), Measurement(amp.precision.name))
-        try_loss(model, loss_of_batch, batch)
         # The check searches the scale of fp16, so it has an object of its own.
         trying = MixedPrecision(amp.precision, amp.config, amp.device)
-        return judge(measure_work(model, trying, work_of_loss(loss_of_batch, batch)), bounds)
+        return judge(measure_work(model, trying, work), bounds)
 
     def observe(self, model: nn.Module) -> None:
         """Observe in which precision another library's loop computes, for a loop without `amp.step`.
