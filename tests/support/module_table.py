@@ -201,7 +201,8 @@ def transformer(model_type: str, **options: Any) -> Case:
 
     def make() -> nn.Module:
         known = AutoConfig.for_model(model_type)
-        chosen = {name: value for name, value in sizes.items() if hasattr(known, name)} | options
+        keys = {*known.to_dict(), *known.attribute_map}
+        chosen = {name: value for name, value in sizes.items() if name in keys} | options
         without = {name: 0.0 for name in known.to_dict() if "drop" in name and name not in chosen}
         without = {
             name: rate for name, rate in without.items() if isinstance(getattr(known, name, None), float)
