@@ -249,7 +249,7 @@ def test_state_in_a_checkpoint(name: str) -> None:
     assert silent.statistics().skipped_steps is None
 
 
-class Rotary(nn.Module):
+class Mixed(nn.Module):
     """Frequencies, a table, a norm with running statistics, and a weight that its model keeps in fp32."""
 
     _keep_in_fp32_modules_strict = ("kept",)
@@ -265,14 +265,14 @@ class Rotary(nn.Module):
 
 def test_buffers_beside_bf16_weights() -> None:
     """As `model.bfloat16()` does, except for frequencies, and tensors that belong to others in fp32."""
-    model = prepare_model(Rotary(), PRECISIONS["bf16-true"])
+    model = prepare_model(Mixed(), PRECISIONS["bf16-true"])
     named = [*model.named_parameters(), *model.named_buffers()]
     narrow = {name for name, value in named if value.dtype == torch.bfloat16}
     assert narrow == {"linear.weight", "linear.bias", "table", "stored.bias"}
     assert float32_buffers(model) == ["inv_freq", "stored.scale"]
-    lowered = prepare_model(Rotary(), replace(PRECISIONS["bf16-true"], keeps_rotary=False))
+    lowered = prepare_model(Mixed(), replace(PRECISIONS["bf16-true"], keeps_rotary=False))
     assert float32_buffers(lowered) == ["stored.scale"]
-    autocast = prepare_model(Rotary(), PRECISIONS["bf16"])
+    autocast = prepare_model(Mixed(), PRECISIONS["bf16"])
     assert {one.dtype for one in autocast.buffers()} == {torch.float32, torch.int64}
 
 
