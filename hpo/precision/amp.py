@@ -157,14 +157,16 @@ def _float32_tensors(model: nn.Module, *, keeps_rotary: bool) -> dict[str, Tenso
 
 def float32_buffers(model: nn.Module) -> list[str]:
     """Return the names of buffers in fp32 if there are weights in bf16, without those of norms."""
-    if not any(weight.dtype == torch.bfloat16 for weight in model.parameters()):
-        return []
     return [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         for name, one in module.named_buffers(recurse=False)
-        if one.dtype == torch.float32 and not isinstance(module, _NormBase)
+        if one.dtype == torch.float32 and not isinstance(module, _NormBase) and has_bf16_weights(model)
     ]
+
+
+def has_bf16_weights(model: nn.Module) -> bool:
+    return any(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,6 @@ class SameDraws(TorchDispatchMode):
     PyTorch draws other numbers of the same seed in another format.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         of = args[0] if args and isinstance(args[0], Tensor) else None

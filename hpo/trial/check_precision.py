@@ -21,7 +21,7 @@ from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
 from hpo.memory import is_out_of_memory
-from hpo.precision.amp import MixedPrecision
+from hpo.precision.amp import MixedPrecision, has_bf16_weights
 from hpo.precision.conditions import training_without_dropout, unchanged
 from hpo.precision.table import PRECISIONS, AmpConfig, canonical_precision, support
 from hpo.random_numbers import held_generators, same_random_numbers, seed_all
@@ -177,10 +177,6 @@ def work_of_loss(loss_of_batch: LossOfBatch, batch: Any, *, evaluates: bool = Tr
 def fitting_batch(model: nn.Module, batch: Any) -> Any:
     """Return the batch with bf16 in place of other floating-point tensors if the model has bf16 weights."""
     return map_leaves(_as_bf16, batch) if has_bf16_weights(model) else batch
-
-
-def has_bf16_weights(model: nn.Module) -> bool:
-    return any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
 
 
 def _as_bf16(leaf: Any) -> Any:

@@ -7,6 +7,7 @@ load on the machine slows both.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -65,16 +66,16 @@ def measure_costs(
         for each in sides:
             compile_model(each.model)
 
-    def on(side: Side, run: Callable[[Callable[[], float]], Any]) -> Any:
+    def time(side: Side, run: Callable[[Callable[[], float]], Any] = lambda run: run()) -> Any:
         with side.flags() if compile_model else side.ready():
             return run(side.time)
 
     for each in sides:
-        on(each, lambda time: time())
-    peak_bytes = [on(each, lambda time: _peak_bytes(device, time)) for each in sides]
+        time(each)
+    peak_bytes = [time(each, partial(_peak_bytes, device)) for each in sides]
     passes = []
     for repeat in range(repeats):  # in alternating order
-        first, second = (on(each, lambda time: time()) for each in sides[:: -1 if repeat % 2 else 1])
+        first, second = (time(each) for each in sides[:: -1 if repeat % 2 else 1])
         passes.append((second, first) if repeat % 2 else (first, second))
     ratios = [reference / own for reference, own in passes]
     memory = peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None

@@ -167,7 +167,7 @@ class Side:
 
     def run(self) -> _Pass:
         """Run forward and backward once."""
-        with self.alike(), SameDraws() if self.same_draws else contextlib.nullcontext():
+        with self.alike(), SameDraws() if self.same_draws else contextlib.nullcontext():  # type: ignore[no-untyped-call]
             before = self._torch_states()
             loss, outputs = self._step()
             draws = not all(map(torch.equal, before, self._torch_states()))
@@ -206,7 +206,8 @@ class Side:
     def ready(self) -> Iterator[None]:
         """Prepare the model for `time`, and restore it after the block."""
         with self.alike(), self.flags():
-            prepare_model(self.model, self.mixed_precision.precision)
+            if not self.is_reference:
+                prepare_model(self.model, self.mixed_precision.precision)
             yield
 
     def time(self) -> float:
