@@ -1,9 +1,11 @@
 """The random number generators of PyTorch, NumPy and Python."""
 
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from inspect import isfunction
+from types import BuiltinMethodType, CellType, CodeType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,13 +44,56 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Restore the generators of `seed_all` after the block."""
-    states = all_states()
-    try:
+def same_random_numbers(*owners: object) -> Iterator[None]:
+    """Restore the generators of `seed_all`, and those that `owners` hold, after the block."""
+    with ExitStack() as undo:
+        undo.callback(set_all_states, all_states())
+        for restore in map(_restoring, held_generators(*owners)):
+            undo.callback(restore)
         yield
-    finally:
-        set_all_states(states)
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_LEAVES = (str, bytes, int, float, type, Tensor, np.ndarray, ModuleType)
+_LIBRARIES = {"torch", "numpy", "random", "transformers", "builtins", "hpo"}
+"""Packages whose functions hold no generator."""
+
+
+def held_generators(*owners: object) -> list[Any]:
+    """Return the generators in attributes, items, closures and globals of modules, objects and functions."""
+    found, seen, queue = [], dict[int, object](), [*owners]
+    while queue:
+        one = queue.pop()
+        if id(one) in seen or isinstance(one, _LEAVES):
+            continue
+        seen[id(one)] = one  # kept, so that its number stays its own
+        if isinstance(one, _GENERATORS):
+            found.append(one)
+        elif isinstance(one, Mapping):
+            queue += one.values()
+        elif isinstance(one, list | tuple | set):
+            queue += one
+        elif not isfunction(one):
+            methods = (method for kind in type(one).__mro__ for method in vars(kind).values())
+            queue += [*getattr(one, "__dict__", {}).values(), *filter(isfunction, methods)]
+            if isinstance(one, partial | MethodType | BuiltinMethodType):
+                names = ("__self__", "__func__", "func", "args", "keywords")
+                queue += [getattr(one, name, None) for name in names]
+        elif (one.__module__ or "").partition(".")[0] not in _LIBRARIES:
+            cells = [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+            inner = (code for code in one.__code__.co_consts if isinstance(code, CodeType))
+            used = {name for code in (one.__code__, *inner) for name in code.co_names}
+            queue += [*cells, *(one.__defaults__ or ()), *map(one.__globals__.get, used)]
+    return found
+
+
+def _restoring(generator: Any) -> Callable[[], object]:
+    """Return a function that puts a generator into its present state."""
+    if isinstance(generator, np.random.Generator):
+        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    names = ("getstate", "setstate") if isinstance(generator, random.Random) else ("get_state", "set_state")
+    get, put = (getattr(generator, name) for name in names)
+    return partial(put, get())
 
 
 def all_states() -> dict[str, Any]:

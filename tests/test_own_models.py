@@ -374,3 +374,14 @@ def test_trial_with_an_error_of_a_metric_is_invalid(tmp_path: Path) -> None:
     executor.loader.__dict__["baseline"] = {}  # its computation would call the metric too
     result = executor.run({}, None, "")
     assert (result.outcome, "AssertionError: late" in result.reason) == ("invalid", True), result.reason
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true"])
+def test_head_with_a_batch_norm_trains(tmp_path: Path, precision: str) -> None:
+    """Every batch has at least two rows, in the check and in the observation too."""
+    source = MODELS.replace("nn.Tanh()", "nn.BatchNorm1d(width)")
+    training = PLAIN | {"head_type": "wide", "max_steps": 2, "gru.size": 8, "fp_precision": precision}
+    changes: dict[str, Any] = {"search_space": {"wide.width": WIDTH}, "amp": {"allow_emulated": True}}
+    result = own_executor(tmp_path, source, training=training, **changes).run({"wide.width": 8}, None, "")
+    assert result.outcome == "complete", result.reason
+    assert result.telemetry["compatibility"]["verdict"] == "ok"

@@ -1,13 +1,22 @@
 """Seeds and states of the random number generators."""
 
+import functools
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hpo.random_numbers import all_states, manual_seed, seed_all, set_all_states, step_seed
+from hpo.random_numbers import (
+    all_states,
+    manual_seed,
+    same_random_numbers,
+    seed_all,
+    set_all_states,
+    step_seed,
+)
 
 HAS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, HAS_GPU])
@@ -47,3 +56,30 @@ def test_every_step_and_rank_has_its_own_seed() -> None:
     assert not {step_seed(0, step) for step in range(10**4)} & {step_seed(1, step) for step in range(10**4)}
     assert len({step_seed(42, 7, rank) for rank in range(3)}) == 3
     assert step_seed(42, 7, 0) == step_seed(42, 7) == 8789782607260464961
+
+
+RNG = np.random.default_rng(0)
+HELD = {"torch": torch.Generator(), "python": [random.Random(1)]}
+
+
+class Owner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = np.random.RandomState(2)
+
+    def draws(self) -> list[float]:
+        inner = lambda: float(RNG.random())  # noqa: E731
+        own = float(torch.rand((), generator=HELD["torch"])), HELD["python"][0].random(), self.old.rand()
+        return [inner(), *own, float(torch.rand(())), np.random.rand(), random.random()]
+
+
+@pytest.mark.parametrize("wrapped", [lambda draws: draws, lambda draws: lambda: draws(), functools.partial])
+def test_generators_of_an_object_are_restored(wrapped: Any) -> None:
+    """As attributes, in globals, in containers, in closures, and in methods."""
+    draws = wrapped(Owner().draws)
+    found = []
+    for _ in range(2):
+        with same_random_numbers(draws):
+            found.append([draws(), draws()])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

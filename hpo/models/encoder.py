@@ -181,6 +181,13 @@ def load_encoder(
             f"{shown}: hpo trains encoders and decoders, but {config.model_type} is both, and the half that "
             "makes text would be dead weight. Use BERT or the like."
         )
+    if not hasattr(config, "hidden_size"):
+        text = config.get_text_config().model_type
+        raise ModelError(
+            f"{shown}: an encoder must have a `hidden_size` at the top of its configuration, but "
+            f"{config.model_type} has none, as models of several media do. Use its text model"
+            f"{f' (model_type: {text})' if text != config.model_type else ''} or another encoder."
+        )
     config.use_cache = False  # of keys and values, for making text
     _set_dropout(config, shown, dropout=dropout, attention_dropout=attention_dropout)
 
@@ -299,8 +306,8 @@ def _fresh_config(
             raise ModelError(f"encoder: `{key}` is not a key of {model_type}.{did_you_mean(key, known)}")
     options.setdefault("vocab_size", _largest_id(tokenizer) + 1)
     for key in (f"{name}_token_id" for name in ("pad", "cls", "sep", "mask", "bos", "eos")):
-        if hasattr(plain, key):
-            options.setdefault(key, getattr(tokenizer, key))
+        if hasattr(plain, key) and (token := getattr(tokenizer, key)) is not None:
+            options.setdefault(key, token)
     with _as_model_error(f"a fresh {model_type}"):
         return AutoConfig.for_model(model_type, **options)
 

@@ -24,6 +24,7 @@ from hpo.memory import is_out_of_memory
 from hpo.models.batch_independence import check_texts_are_independent
 from hpo.models.dropout import use_bit_dropout
 from hpo.models.encoder import encoder_layers, is_causal, max_positions, takes_type_ids
+from hpo.precision.amp import has_bf16_weights
 from hpo.tasks.kind import Task, kind_of
 
 
@@ -102,7 +103,9 @@ class MultitaskModel(nn.Module):
         inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}
         if type_ids_BL is not None and self.passes_type_ids:
             inputs["token_type_ids"] = type_ids_BL
-        return cast(Tensor, self.encoder(**inputs).last_hidden_state)
+        hidden_BLD = cast(Tensor, self.encoder(**inputs).last_hidden_state)
+        # Encoders with bf16 weights may return fp32, such as Mamba; its own heads cast too.
+        return hidden_BLD.bfloat16() if has_bf16_weights(self.heads) else hidden_BLD
 
     def forward(
         self, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, type_ids_BL: Tensor | None = None

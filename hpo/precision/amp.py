@@ -10,18 +10,19 @@ trial ends.
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from hpo.device import DeviceInfo
 from hpo.errors import Nonfinite
 from hpo.precision.float8 import convert_to_float8
-from hpo.precision.frozen import store_frozen
+from hpo.precision.frozen import FrozenLinear, store_frozen
 from hpo.precision.parts import float32_modules, run_as_before
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
@@ -101,22 +102,71 @@ def reduced_precision_reduction() -> dict[str, bool]:
 def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
     """Convert the weights of a model: to bf16, to float8 linear layers, or frozen ones to fewer bits.
 
-    Buffers stay fp32, because rotary frequencies in bf16 are off by radians at long distances. Weights of
-    batch norms keep the dtype of their running statistics. Weights in bf16 have no parts in fp32
-    (`hpo.precision.parts`). Under fp8, the linear layers of such parts stay, and compute in bf16.
+    Buffers beside weights in bf16 are bf16 too, but for those of `_float32_tensors`. Weights in bf16 have no
+    parts in fp32 (`hpo.precision.parts`). Under fp8, the linear layers of such parts stay, and compute in
+    bf16.
     """
     in_float32 = float32_modules(model)
     if precision.changes_weights:
         run_as_before(model)
     if precision.float8:
         model = convert_to_float8(model, kept=in_float32)
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    kept: set[Tensor] = {parameter for norm in norms for parameter in norm.parameters()}
-    kept |= store_frozen(model, precision.frozen, getattr(torch, precision.weights))
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter not in kept:
-            parameter.data = parameter.data.to(getattr(torch, precision.weights))
+    dtype = getattr(torch, precision.weights)
+    kept = {id(weight) for weight in store_frozen(model, precision.frozen, dtype)}
+    kept |= {id(tensor) for tensor in _float32_tensors(model, keeps_rotary=precision.keeps_rotary).values()}
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in kept or not tensor.is_floating_point() else tensor.to(dtype)
+
+    if dtype == torch.float32:
+        for parameter in model.parameters():
+            if id(parameter) not in kept:
+                parameter.data = convert(parameter.data)
+    else:
+        model._apply(convert)  # as `model.bfloat16()` does
     return model
+
+
+_ROTARY = re.compile("freq|rotary|rope(?!r)", re.IGNORECASE)
+
+
+def _float32_tensors(model: nn.Module, *, keeps_rotary: bool) -> dict[str, Tensor]:
+    """Return the tensors that stay fp32 beside weights in bf16, by name.
+
+    Rotary frequencies in bf16 are off by radians at long distances. Norms with running statistics need these
+    and weights in one format. Scales of stored weights belong to their integers. Models of transformers name
+    tensors that they never store in bf16.
+    """
+    kept: dict[str, Tensor] = {}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for prefix, module in model.named_modules():
+        strict = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+        inside = f"{prefix}." if prefix else ""
+        patterns = [re.compile(rf"{re.escape(inside)}(.*\.)?{re.escape(one)}(\.|$)") for one in strict]
+        kept |= {name: one for name, one in named if any(pattern.match(name) for pattern in patterns)}
+        own = {f"{inside}{name}": one for name, one in module.named_buffers(recurse=False)}
+        if isinstance(module, FrozenLinear):
+            kept |= own
+        elif isinstance(module, _NormBase) and module.running_mean is not None:
+            kept |= own | {f"{inside}{name}": one for name, one in module.named_parameters(recurse=False)}
+        else:
+            shown = {name: type(module).__name__ + name[len(inside) :] for name in own if keeps_rotary}
+            kept |= {name: own[name] for name, words in shown.items() if _ROTARY.search(words)}
+    return {name: one for name, one in kept.items() if one.is_floating_point()}
+
+
+def float32_buffers(model: nn.Module) -> list[str]:
+    """Return the names of buffers in fp32 if there are weights in bf16, without those of norms."""
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name, one in module.named_buffers(recurse=False)
+        if one.dtype == torch.float32 and not isinstance(module, _NormBase) and has_bf16_weights(model)
+    ]
+
+
+def has_bf16_weights(model: nn.Module) -> bool:
+    return any(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
 @dataclass(frozen=True)
@@ -198,8 +248,8 @@ class MixedPrecision:
         Run the backward pass in the block too. Gradients reach the original weights.
         """
         weights = {
-            name: parameter.float() if parameter.is_floating_point() else parameter
-            for name, parameter in model.named_parameters()
+            name: one.float() if one.is_floating_point() else one
+            for name, one in (*model.named_parameters(), *model.named_buffers())
         }
         with self.autocast(enabled=False), backend_flags(PRECISIONS["fp32"], self.config):
             yield lambda *inputs: torch.func.functional_call(model, weights, inputs)

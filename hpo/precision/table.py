@@ -49,6 +49,9 @@ class Precision:
     """The next precision under `amp.on_unsupported: fallback`."""
     frozen: str = "fp32"
     """The `base_precision` of frozen linear layers. fp32: like `weights`."""
+    keeps_rotary: bool = True
+    """Rotary frequencies stay in fp32 beside weights in bf16. False for a model that fails so: its code does
+    not cast their results."""
 
     @property
     def changes_weights(self) -> bool:

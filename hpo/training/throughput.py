@@ -12,6 +12,7 @@ or the end of the process is left out with its examples.
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections import deque
@@ -75,7 +76,7 @@ class EnergyMeter:
 
     def joules_per_example(self) -> float | None:
         """Return joules per example over all stretches. None: not measured."""
-        return self._joules / self._examples if self._examples else None
+        return self._joules / self._examples if self._examples > 0 else None
 
     def state_dict(self) -> dict[str, float]:
         """Return plain numbers for a checkpoint, without the current stretch."""
@@ -192,7 +193,7 @@ class ThroughputMeter:
 
 
 def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+    return part / whole if whole and not math.isnan(part) else None
 
 
 class CompileClock:

@@ -6,28 +6,29 @@
 It is the check before a trial (`hpo.trial.compat`), with the costs of the batch.
 """
 
-import copy
 import itertools
-from collections import Counter, UserDict
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from hpo.config.sections import CompatConfig
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import InputError
 from hpo.memory import is_out_of_memory
-from hpo.precision.amp import MixedPrecision
-from hpo.precision.effective import restored
+from hpo.precision.amp import MixedPrecision, has_bf16_weights
+from hpo.precision.conditions import training_without_dropout, unchanged
 from hpo.precision.table import PRECISIONS, AmpConfig, canonical_precision, support
-from hpo.random_numbers import manual_seed
+from hpo.random_numbers import held_generators, same_random_numbers, seed_all
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.costs import Costs, measure_costs
-from hpo.trial.measure import Work, measure_work, training_without_dropout
+from hpo.trial.measure import Work, measure_work
+from hpo.trial.own_batch import arrays_of, map_leaves
 
 LossOfBatch = Callable[[Any, Any], Tensor]
 
@@ -40,20 +41,21 @@ def check_precision(
     Measured are the relative error of each output ||y - y32|| / ||y32|| (of the loss, if the model is not
     called as a whole), the cosine of the gradients, the first module and operator without finite numbers, the
     formats of the products with weights, speed and memory against fp32. Both sides have the same random
-    numbers and no dropout. The model comes back unchanged, without gradients. An emulated precision is
-    measured too, and the reasons say so.
+    numbers and no dropout. The model and the generators of random numbers come back unchanged, without
+    gradients. An emulated precision is measured too, and the reasons say so.
 
     Args:
         model: with weights in fp32, all on one device.
         loss_of_batch: returns the loss, a scalar tensor, of `(model, batch)`. The model may be a copy.
-        batch: an argument of `loss_of_batch` on the model's device. Floating-point tensors are bf16 under
-            `bf16-true`.
+        batch: an argument of `loss_of_batch` on the model's device, in any container. Floating-point tensors
+            are bf16 under `bf16-true`.
         precision: as a trial's `fp_precision`: fp32, tf32, bf16, fp16, bf16-true or fp8.
         repeats: timed passes of each side, uncompiled and in turn, at least 1; their median counts.
 
     Returns:
         The verdict by the default bounds of studies with every reason, the measurement, and the costs of the
-        batch: `ok`, `degraded`, `incompatible`, or `invalid` if fp32 is not finite either.
+        batch: `ok`, `degraded`, `incompatible`, `invalid` if fp32 is not finite either, or `unverified` if
+        two equal passes in fp32 differ.
 
     Raises:
         InputError: there is no such precision, this device cannot run it, or the model or loss is not as
@@ -72,10 +74,10 @@ def check_precision(
         raise InputError(supported.reason)
     amp = MixedPrecision(PRECISIONS[precision], AmpConfig(), device)
     with torch.enable_grad():
-        try_loss(model, loss_of_batch, batch)
-        work = work_of_loss(loss_of_batch, batch)
+        work = work_of_loss(loss_of_batch, batch, evaluates=try_loss(model, loss_of_batch, batch))
         check = judge(measure_work(model, amp, work), CompatConfig())
         if check.measurement.finite and check.measurement.reference_fits:
+            amp.precision = check.measurement.fitting(amp.precision)
             check = replace(check, costs=_costs_of(model, amp, work, repeats))
     emulated = (f"{supported.reason} It is emulated here.",) if supported.level == "emulated" else ()
     return replace(check, reasons=(*check.reasons, *emulated))
@@ -114,18 +116,39 @@ def device_of(model: nn.Module) -> DeviceInfo:
     return probe_device(devices.pop().type)
 
 
-def try_loss(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> None:
-    """Try the loss in fp32. Raises its errors, and InputError if it is no loss."""
-    with restored(model):
+def try_loss(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> bool:
+    """Try the loss in fp32, and return whether it works in evaluation mode too: a detector has none there.
+
+    Raises its errors, and InputError if it is no loss.
+    """
+    generators = held_generators(model, loss_of_batch, batch)
+    with unchanged(model), same_random_numbers(*generators):
         loss = loss_of_batch(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise InputError("loss_of_batch: must give a scalar tensor that depends on the model's weights.")
+    try:
+        with unchanged(model), same_random_numbers(*generators):
+            loss_of_batch(model.eval(), batch)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
-def work_of_loss(loss_of_batch: LossOfBatch, batch: Any) -> Work:
+def work_of_loss(loss_of_batch: LossOfBatch, batch: Any, *, evaluates: bool = True) -> Work:
     def loss_of(model: nn.Module) -> Tensor:
-        manual_seed(0)  # both sides draw the same; `measure_work` puts the generators back
-        return loss_of_batch(model, fitting_batch(model, batch))
+        seed_all(0)  # both sides draw the same; `measure_work` puts the generators back
+        try:
+            return loss_of_batch(model, fitting_batch(model, batch))
+        except RuntimeError as error:
+            arrays = {str(one.dtype) for one in arrays_of(batch) if not isinstance(one, Tensor)}
+            if has_bf16_weights(model) and (floats := [name for name in arrays if name.startswith("float")]):
+                raise InputError(
+                    f"batch: must have its numbers in tensors under `bf16-true`, but it has a NumPy array of "
+                    f"{floats[0]}, which has no bf16 ({error}). Use torch.from_numpy before."
+                ) from error
+            raise
 
     def forward(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
         outputs: dict[str, Tensor] = {}
@@ -137,23 +160,24 @@ def work_of_loss(loss_of_batch: LossOfBatch, batch: Any) -> Work:
                 if isinstance(leaf, Tensor) and leaf.is_floating_point():
                     outputs[f"output{keystr(path)}{f' of call {call}' * (call > 1)}"] = leaf
 
-        with model.register_forward_hook(note):
+        hooked = not isinstance(model, torch.jit.ScriptModule)
+        with model.register_forward_hook(note) if hooked else nullcontext():
             loss = loss_of(model).squeeze()
         # A model called in parts, or without tensors in its output, has only its loss.
         return loss, outputs or {"loss": loss}
 
-    return Work(forward, loss_of)
+    def observed(model: nn.Module) -> None:
+        if model.training or evaluates:
+            with torch.enable_grad():  # a loss may have gradients inside, such as a penalty
+                loss_of(model)
+
+    return Work(forward, observed, owners=(loss_of_batch, batch))
 
 
 def fitting_batch(model: nn.Module, batch: Any) -> Any:
     """Return the batch with bf16 in place of other floating-point tensors if the model has bf16 weights."""
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    return tree_map(_as_bf16, batch) if torch.bfloat16 in dtypes else batch
+    return map_leaves(_as_bf16, batch) if has_bf16_weights(model) else batch
 
 
 def _as_bf16(leaf: Any) -> Any:
-    if isinstance(leaf, UserDict):  # as the tokenizers and processors of transformers give
-        cast = copy.copy(leaf)
-        cast.data = tree_map(_as_bf16, leaf.data)
-        return cast
     return leaf.bfloat16() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -3,6 +3,7 @@
     ok            as expected of the precision
     degraded      works, but further from fp32 than the study's bounds, or not everywhere in the precision
     incompatible  not finite, raises, or so far from fp32 that training would mean nothing
+    unverified    two equal passes in fp32 differ, so nothing is known for or against the precision
     invalid       fp32 is not finite or raises, too, or does not fit into memory: nothing is known against
                   the precision
 
@@ -25,7 +26,7 @@ from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import reduced_precision_reduction
-from hpo.precision.effective import UNVERIFIED
+from hpo.precision.effective import UNVERIFIED, some
 from hpo.precision.environment import environment_overrides
 from hpo.precision.float8 import NEEDS_COMPILE, no_float8
 from hpo.precision.table import PRECISIONS
@@ -34,6 +35,10 @@ from hpo.trial.measure import MEASUREMENT_VERSION, Measurement, measure
 from hpo.trial.parts import TrialParts
 from hpo.versions import installed_versions
 
+NOT_REPEATED = (
+    "two equal passes in fp32 differ, so the errors say nothing of {}. The model or the loss draws random "
+    "numbers that hpo cannot seed, or keeps a state. Use the generators of PyTorch, NumPy or Python."
+)
 NOT_OF_PRECISION = "The fault is in the model, its settings or the data, not in the precision."
 
 
@@ -42,7 +47,7 @@ class Compatibility:
     """A measurement judged by a study's bounds."""
 
     verdict: str
-    """ok, degraded, incompatible, invalid or skipped."""
+    """ok, degraded, incompatible, unverified, invalid or skipped."""
     reasons: tuple[str, ...]
     measurement: Measurement
     cached: bool = False
@@ -84,8 +89,13 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         broken = f"{measurement.nonfinite} not finite in fp32{culprit}"
         fault = f"fp32 raised {measurement.error}" if measurement.error else broken
         return Compatibility("invalid", (f"{fault.rstrip('.')}.", NOT_OF_PRECISION), measurement, cached)
+    if not measurement.reference_repeats and not measurement.error:
+        reasons = [NOT_REPEATED.format(name), measurement.disagreement]
+        return Compatibility("unverified", tuple(filter(None, reasons)), measurement, cached)
     if measurement.error:
-        incompatible.append(f"{name} raised {measurement.error}")
+        kept = measurement.float32_buffers
+        buffers = f"; buffers in fp32: {some(kept)}" if kept else ""
+        incompatible.append(f"{name} raised {measurement.error}{buffers}")
     elif not measurement.finite:
         incompatible.append(f"{measurement.nonfinite} not finite under {name}{culprit}.")
     if incompatible and not measurement.reference_fits:

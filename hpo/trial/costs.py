@@ -7,6 +7,7 @@ load on the machine slows both.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -49,27 +50,32 @@ def measure_costs(
     """Run `work` in fp32 and in the precision of `amp`, in the mode that the model is in.
 
     Each side runs once to warm up, once for its memory and `repeats` times for its time. `compile_model`
-    compiles both sides. The model stays compiled. Raises an error of the allocator if both sides do not fit
-    into memory together.
+    compiles both sides, a copy of the model for `amp`. The model stays compiled. Raises an error of the
+    allocator if both sides do not fit into memory together.
     """
     device, precision = amp.device, amp.precision
     is_reference = precision.name != "fp32"
     fp32 = Side(model, MixedPrecision(PRECISIONS["fp32"], amp.config, device), work, is_reference)
     side = replace(fp32, mixed_precision=amp, is_reference=False)
-    if precision.changes_weights or compile_model:
+    if compile_model:
         side = replace(side, model=copy.deepcopy(model))
     sides = (fp32, side)
-    with side.flags():
-        prepare_model(side.model, precision)
-    for each in sides:
-        if compile_model:
+    if compile_model:
+        with side.flags():
+            prepare_model(side.model, precision)
+        for each in sides:
             compile_model(each.model)
+
+    def time(side: Side, run: Callable[[Callable[[], float]], Any] = lambda run: run()) -> Any:
+        with side.flags() if compile_model else side.ready():
+            return run(side.time)
+
     for each in sides:
-        each.time()
-    peak_bytes = _peak_bytes(device, fp32.time), _peak_bytes(device, side.time)
+        time(each)
+    peak_bytes = [time(each, partial(_peak_bytes, device)) for each in sides]
     passes = []
     for repeat in range(repeats):  # in alternating order
-        first, second = (each.time() for each in sides[:: -1 if repeat % 2 else 1])
+        first, second = (time(each) for each in sides[:: -1 if repeat % 2 else 1])
         passes.append((second, first) if repeat % 2 else (first, second))
     ratios = [reference / own for reference, own in passes]
     memory = peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None

@@ -24,7 +24,8 @@ from hpo.random_numbers import generator_states, manual_seed, set_generator_stat
 from hpo.training.budget import TrainState
 from hpo.training.checkpoint import Checkpoint, intact_checkpoints
 from hpo.trial.executor import Executor
-from hpo.trial.measure import Side, Work, is_finite
+from hpo.trial.first_nonfinite import is_finite
+from hpo.trial.measure import Side, Work
 from hpo.trial.parts import TrialParts, build_trial, training_args
 from hpo.trial.run import checkpoint_key
 from hpo.trial.telemetry import StoredTrial
@@ -205,15 +206,20 @@ def _run(parts: TrialParts, start: Checkpoint | None) -> tuple[Side, str | None]
     batch = collate(split, windows, parts.loss_fn.tasks, parts.data.pad_id)
     num_items = parts.loss_fn.count(batch)
 
-    def forward(part: Batch, generators: list[Tensor], model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        set_generator_states(generators)  # a part may run several times, each with the same masks
+    def forward(
+        part: Batch, before: list[Tensor], after: list[Tensor], model: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        set_generator_states(before)  # a part may run several times, each with the same masks
         logits = model(*part.inputs)
+        after[:] = generator_states()
         return parts.loss_fn(logits, part, num_items, len(part.windows_B) / len(batch.windows_B)), logits
 
     manual_seed(step_seed(args.seed, state.step))
     for part in batch.to(parts.device.torch_device).split(args.micro_batch_size):
-        run = partial(forward, part, generator_states())
+        after: list[Tensor] = []
+        run = partial(forward, part, generator_states(), after)
         side = Side(model, amp, Work(run, observed=run))
         if what := side.run_with_backoff().broken():
             break
+        set_generator_states(after)
     return side, what

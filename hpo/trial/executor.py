@@ -63,6 +63,8 @@ from hpo.trial.user_callbacks import make_callbacks, watcher_of_steps
 _logger = logging.getLogger(__name__)
 
 NO_CALLBACKS = Callbacks()
+FAULTS_OF_MODELS = (RuntimeError, MemoryError, LookupError, ValueError, TypeError, AttributeError)
+"""Exceptions of other libraries' models that do not fit the settings."""
 CAUSAL = "In this %s a token sees only the text before it, but %s may need the text after it.%s"
 
 
@@ -295,7 +297,7 @@ class Executor:
                 parts.prepare()
                 if schedule := own_schedule(parts.config.schedule, parts.config.option):
                     schedule(0.5)
-        except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
+        except FAULTS_OF_MODELS as error:
             if is_out_of_memory(error):
                 return  # another device may have more memory
             raise ModelError(f"{refused}: {type(error).__name__}: {error}") from error

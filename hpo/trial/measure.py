@@ -1,43 +1,46 @@
 """Measurement of a model under a precision against fp32, on one small batch.
 
-Model and loss run forward and backward, in fp32 and under the precision from equal weights, as in training
-but without dropout. Compared are finiteness, the relative error of each output (of a trial's model: of each
-head's logits) ||y - y32|| / ||y32||, and the cosine between the gradients. If gradients overflow under loss
-scaling, the scale backs off as in training, to its floor. If fp32 does not fit into memory, only finiteness
-is measured. `hpo.trial.costs` measures time and memory.
+Model and loss run forward and backward, in fp32 and under the precision, from equal weights and random
+numbers, as in training but without dropout (`hpo.precision.conditions`). Compared are finiteness, the
+relative error of each output (of a trial's model: of each head's logits) ||y - y32|| / ||y32||, and the
+cosine between the gradients. If two passes in fp32 differ, nothing is known of the precision. If gradients
+overflow under loss scaling, the scale backs off as in training, to its floor. If fp32 does not fit into
+memory, only finiteness is measured. `hpo.trial.costs` measures time and memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.module_tracker import ModuleTracker
+from torch import Tensor
 
 from hpo.data.batches import Batch
 from hpo.device import synchronize
+from hpo.errors import InputError
 from hpo.lost_device import raise_if_lost
 from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
-from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.effective import Agreement, Observation, observe_model, restored
-from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.precision.amp import MixedPrecision, backend_flags, float32_buffers, prepare_model
+from hpo.precision.conditions import SameDraws, training_without_dropout, unchanged
+from hpo.precision.effective import Agreement, Observation, observe_model
+from hpo.precision.table import PRECISIONS, AmpConfig, Precision
+from hpo.random_numbers import generator_states, held_generators, same_random_numbers, seed_all
 from hpo.training.compilation import drop_compiled
+from hpo.trial.first_nonfinite import FirstNonfinite, is_finite
 from hpo.trial.parts import TrialParts
 
-MEASUREMENT_VERSION = 13
+MEASUREMENT_VERSION = 14
 """Raise it when the measurement changes. Cached results of another version are measured again."""
+
+REPEATS = 1e-3
+"""Largest relative difference between two passes in fp32 that rounding explains: sums in another order."""
 
 BEFORE_COMPILE = (
     "the products were measured before the model was compiled; each trial measures its compiled model."
@@ -63,6 +66,10 @@ class Measurement:
     the precision is not to blame."""
     reference_fits: bool = True
     """True if fp32 fitted into memory. Otherwise nothing is known against it."""
+    reference_repeats: bool = True
+    """False if two equal passes in fp32 differ. Then nothing is known of the precision."""
+    float32_buffers: list[str] = field(default_factory=list)
+    """Buffers in fp32 beside weights in bf16 (`hpo.precision.amp.float32_buffers`)."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task or output: ||y - y32|| / ||y32||}."""
     gradient_cosine: float | None = None
@@ -74,6 +81,10 @@ class Measurement:
     """The reason if `agrees` is not true."""
     observed: dict[str, Any] = field(default_factory=dict)
 
+    def fitting(self, precision: Precision) -> Precision:
+        """Return the precision as it was measured."""
+        return replace(precision, keeps_rotary=bool(self.float32_buffers))
+
 
 @dataclass
 class _Pass:
@@ -82,6 +93,8 @@ class _Pass:
     loss: Tensor
     logits: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    draws: bool
+    """True if it drew from a generator of PyTorch."""
 
     def broken(self) -> str | None:
         """Return the first part that is not finite; None: all are finite."""
@@ -104,6 +117,8 @@ class Work:
     """Returns the meaningful part of an output on the CPU."""
     reference_flags: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """A context for the model of the reference."""
+    owners: Sequence[object] = ()
+    """Objects beside the model that may hold generators of random numbers."""
 
 
 def work_of(parts: TrialParts, batch: Batch) -> Work:
@@ -115,7 +130,7 @@ def work_of(parts: TrialParts, batch: Batch) -> Work:
         logits = model(*batch.inputs)
         return parts.loss_fn(logits, batch, items), logits
 
-    inputs = batch.rows(slice(0, 1)).inputs
+    inputs = batch.rows(slice(0, 2)).inputs  # a batch norm needs two
     is_token_BL = batch.attention_mask_BL.bool().cpu()
     return Work(
         forward,
@@ -134,6 +149,15 @@ class Side:
     mixed_precision: MixedPrecision
     work: Work
     is_reference: bool = False
+    same_draws: bool = False
+    """Draw numbers in 16 bits from those of fp32 (`SameDraws`)."""
+
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        """Begin with the same random numbers, buffers and states of modules every time, and restore them."""
+        with unchanged(self.model), same_random_numbers(*self.work.owners):
+            seed_all(0)
+            yield
 
     @contextlib.contextmanager
     def flags(self) -> Iterator[None]:
@@ -143,16 +167,23 @@ class Side:
 
     def run(self) -> _Pass:
         """Run forward and backward once."""
-        loss, outputs = self._step()
+        with self.alike(), SameDraws() if self.same_draws else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+            before = self._torch_states()
+            loss, outputs = self._step()
+            draws = not all(map(torch.equal, before, self._torch_states()))
         scale = self.mixed_precision.scale_value().cpu()
         gradients = {
-            name: parameter.grad.detach().to_dense().float().cpu() / scale
+            name: _plain(parameter.grad) / scale
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
         }
         self.model.zero_grad(set_to_none=True)
-        logits = {name: self.work.compared(value.detach().float().cpu()) for name, value in outputs.items()}
-        return _Pass(loss.detach().cpu(), logits, gradients)
+        logits = {name: self.work.compared(_plain(value)) for name, value in outputs.items()}
+        return _Pass(loss.detach().cpu(), logits, gradients, draws)
+
+    def _torch_states(self) -> list[Tensor]:
+        own = (one.get_state() for one in self.work.owners if isinstance(one, torch.Generator))
+        return [*generator_states(), *own]
 
     def run_with_backoff(self) -> _Pass:
         """Run at the largest loss scale of training's backoff with finite gradients, or else at its floor.
@@ -170,6 +201,14 @@ class Side:
 
         first = bisect_left(scales[:-1], True, key=lambda scale: run_at(scale).broken() != "gradients")
         return run_at(scales[first])
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Prepare the model for `time`, and restore it after the block."""
+        with self.alike(), self.flags():
+            if not self.is_reference:
+                prepare_model(self.model, self.mixed_precision.precision)
+            yield
 
     def time(self) -> float:
         """Return the wall seconds of one pass."""
@@ -219,10 +258,20 @@ def measure_work(
     """Run a model with fp32 weights in fp32 and under the precision of `amp`, and compare.
 
     If some weights of `model` are stored in fewer bits, `build_reference` builds the model to run in fp32.
-    The model comes back unchanged, without gradients. Raises an error of the allocator if the precision does
-    not fit into memory.
+    Model and random number generators come back unchanged, without gradients. Raises an error of the
+    allocator if the precision does not fit into memory, and InputError for a batch that cannot be converted.
     """
-    precision = amp.precision
+    work = replace(work, owners=held_generators(model, *work.owners))
+    with same_random_numbers(*work.owners):
+        return _measure_sides(Side(model, amp, work), compile_model, build_reference)
+
+
+def _measure_sides(
+    side: Side,
+    compile_model: Callable[[Any], object] | None,
+    build_reference: Callable[[], Any] | None,
+) -> Measurement:
+    model, amp, precision = side.model, side.mixed_precision, side.mixed_precision.precision
 
     def attempt_in_fp32(
         compile_model: Callable[[Any], object] | None = None,
@@ -231,8 +280,13 @@ def measure_work(
         fp32 = MixedPrecision(PRECISIONS["fp32"], amp.config, amp.device)
         try:
             reference = build_reference() if build_reference else model
+            own = Side(reference, fp32, side.work, is_reference=True)
             with training_without_dropout(reference):
-                return _attempt(Side(reference, fp32, work, is_reference=True), compile_model, observes=False)
+                result, measurement = _attempt(own, compile_model, observes=False)
+                if result and not compile_model and measurement.finite:
+                    repeats = _differ_by(own.run(), result) <= REPEATS
+                    measurement = replace(measurement, reference_repeats=repeats)
+                return result, measurement
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -244,21 +298,32 @@ def measure_work(
         release_free_memory(amp.device)
     elif not fp32[1].finite:
         return replace(fp32[1], precision=precision.name, reference_finite=False)
-    with training_without_dropout(model):
-        candidate, measurement = _attempt(Side(model, amp, work), compile_model)
-    if candidate is None or not measurement.finite:
-        if compile_model and fp32:  # the compiler may be at fault
-            fp32 = attempt_in_fp32(compile_model)
-            if fp32 and not fp32[1].finite:
-                return replace(fp32[1], precision=precision.name, reference_finite=False)
-        return replace(measurement, reference_fits=fp32 is not None)
     reference = fp32 and fp32[0]
-    if reference is None:
-        return replace(measurement, reference_fits=False)
+    # The compiler does not run inside the mode.
+    side = replace(side, same_draws=bool(reference and reference.draws and not compile_model))
+    with training_without_dropout(model):
+        candidate, measurement = _attempt(side, compile_model)
+        if candidate is None and measurement.float32_buffers:
+            plain = MixedPrecision(replace(precision, keeps_rotary=False), amp.config, amp.device)
+            again = _attempt(replace(side, mixed_precision=plain), compile_model)
+            candidate, measurement = again if again[0] else (None, measurement)
+    if compile_model and fp32 and not measurement.finite:  # the compiler may be at fault
+        fp32 = attempt_in_fp32(compile_model)
+        if fp32 and not fp32[1].finite:
+            return replace(fp32[1], precision=precision.name, reference_finite=False)
+    measurement = replace(
+        measurement,
+        reference_fits=fp32 is not None,
+        reference_repeats=fp32 is None or fp32[1].reference_repeats,
+    )
+    if candidate is None or reference is None or not measurement.finite:
+        return measurement
     return replace(
         measurement,
         logits_relative_error={
-            name: relative_error(candidate.logits[name], value) for name, value in reference.logits.items()
+            name: relative_error(candidate.logits[name], value)
+            for name, value in reference.logits.items()
+            if name in candidate.logits and candidate.logits[name].shape == value.shape
         },
         gradient_cosine=_cosine(candidate.gradients, reference.gradients),
     )
@@ -272,23 +337,24 @@ def _attempt(
     With `observes`, the formats of its products are measured too. Errors of the allocator are raised.
     """
     amp, precision = side.mixed_precision, side.mixed_precision.precision
-    if precision.changes_weights or compile_model:
-        side = replace(side, model=copy.deepcopy(side.model))
-    with side.flags():
+    buffers: list[str] = []
+    with unchanged(side.model), side.flags():
         try:
             prepare_model(side.model, precision)
-            seen = observe_model(side.model, amp, side.work.observed) if observes else Observation()
+            buffers = float32_buffers(side.model)
+            with side.alike():
+                seen = observe_model(side.model, amp, side.work.observed) if observes else Observation()
             if compile_model:  # as in a trial
                 seen.compiled = Agreement(None, BEFORE_COMPILE)
                 compile_model(side.model)
             result = side.run_with_backoff()
         except Exception as error:
-            # An error of an operator or a compiler is the result; one of the allocator is not.
-            if is_out_of_memory(error):
+            # An error of an operator or a compiler is the result; one of the allocator or the batch is not.
+            if is_out_of_memory(error) or isinstance(error, InputError):
                 raise
             raise_if_lost(amp.device, error)  # a lost GPU tells nothing about the precision
             message = f"{type(error).__name__}: {error}"
-            return None, Measurement(precision.name, error=message, finite=False)
+            return None, Measurement(precision.name, error=message, finite=False, float32_buffers=buffers)
         agrees, reason = seen.agreement(precision) if observes else (None, "")
         broken = result.broken()
         measurement = Measurement(
@@ -297,6 +363,7 @@ def _attempt(
             nonfinite=broken,
             **(side.origin() if broken else {}),
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
+            float32_buffers=buffers,
             observed=seen.telemetry(),
             agrees=agrees,
             disagreement=reason,
@@ -314,28 +381,23 @@ def _backed_off(config: AmpConfig) -> list[float]:
     return scales
 
 
-@contextlib.contextmanager
-def training_without_dropout(model: nn.Module) -> Iterator[None]:
-    """Put a model into training mode without dropout during the block.
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor of any layout as a dense one in fp32 on the CPU."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        tensor = torch.cat([part.flatten() for part in tensor.unbind()])
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.to_dense().float().cpu()
 
-    Only modules with gradient checkpointing, batch norms and recurrent modules (cuDNN needs it) train; the
-    others evaluate. Modules in another mode than the model keep it.
-    """
-    trains = {module for module in model.modules() if module.training == model.training}
-    with contextlib.ExitStack() as undo:
-        undo.callback(model.zero_grad, set_to_none=True)
-        undo.enter_context(restored(model))
-        model.eval()
-        for module in trains:
-            recomputes = getattr(module, "gradient_checkpointing", False) is True
-            if recomputes or isinstance(module, (nn.RNNBase, _BatchNorm)):
-                module.training = True
-                # Some layers drop by a number of their own and not by a module.
-                for name, value in vars(module).items():
-                    if "drop" in name and isinstance(value, float):
-                        undo.callback(setattr, module, name, value)
-                        setattr(module, name, 0.0)
-        yield
+
+def _differ_by(one: _Pass, other: _Pass) -> float:
+    """Return the largest relative difference between two passes: of outputs, or of the gradients together."""
+    errors = [
+        relative_error(one.logits[name], value) if one.logits[name].shape == value.shape else math.inf
+        for name, value in other.logits.items()
+    ]
+    cosine = _cosine(one.gradients, other.gradients)
+    return max(*errors, 0.0, 0.0 if cosine is None else math.sqrt(max(0.0, 2 - 2 * cosine)))
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -363,70 +425,3 @@ def _product(one: list[Tensor], other: list[Tensor]) -> float:
     """Return the inner product: rows in fp32, their sum in fp64. All in fp64 takes fifteen times as long."""
     pairs = zip(one, other, strict=True)
     return sum(float(torch.linalg.vecdot(*pair).sum(dtype=torch.float64)) for pair in pairs)
-
-
-_MASKING = {"masked_fill", "where", "log", "_to_copy"}
-"""Operators with an intended -inf; `_to_copy` makes it from fp32's lowest number."""
-
-
-class FirstNonfinite(TorchDispatchMode):
-    """A block that notes the `operator` of its first non-finite number, in words; None: all are finite."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operator: str | None = None
-        self.module: str | None = None
-        """The innermost module of the operator; "" is the model itself, None the loss after it."""
-        self._tracker = ModuleTracker()
-
-    def __enter__(self) -> FirstNonfinite:
-        self._tracker.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._tracker.__exit__(*error)
-
-    def facts(self) -> dict[str, str | None]:
-        """Return the fields of a `Measurement`."""
-        return {"first_nonfinite": self.operator, "first_nonfinite_module": self.module}
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1].rstrip("_")
-        inputs = _floating((args, kwargs))
-        is_constant = "empty" in name or "full" in name
-        if self.operator or func.is_view or is_constant or not inputs:
-            return func(*args, **kwargs)
-        largest = max((float(tensor.abs().max()) for tensor in inputs if tensor.numel()), default=0.0)
-        masks = name in _MASKING or largest == torch.inf
-        result = func(*args, **kwargs)
-        broken = [tensor for tensor in _floating(result) if not is_finite(tensor)]
-        if broken and not (masks and all(map(_only_masks, broken))):
-            self._note(func, broken[0].dtype, largest)
-        return result
-
-    def _note(self, func: Any, dtype: torch.dtype, largest_input: float) -> None:
-        modules = [module for module in self._tracker.parents if module != "Global"]
-        if modules:
-            self.module = max(modules, key=len).partition(".")[2]
-        where = "the loss, after the logits" if self.module is None else self.module or "the model itself"
-        phase = "backward" if self._tracker.is_bw else "forward"
-        kind = str(dtype).removeprefix("torch.")
-        self.operator = f"{func} ({kind}) in {where}, {phase} pass, inputs up to {largest_input:.4g}"
-
-
-def is_finite(values: Tensor) -> bool:
-    """Return true if all values are finite. The extremes (NaN propagates) are faster than each value."""
-    return not values.numel() or bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
-
-
-def _floating(values: Any) -> list[Tensor]:
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.layout == torch.strided]
-
-
-def _only_masks(tensor: Tensor) -> bool:
-    """Return true if -inf is the only number that is not finite."""
-    return not bool((tensor.isnan() | tensor.isposinf()).any())

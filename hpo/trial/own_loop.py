@@ -25,18 +25,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from hpo.config.limits import MEASURED_METRICS
 from hpo.errors import CodeError, InputError, Invalid, Nonfinite
 from hpo.precision.amp import MixedPrecision, prepare_model
-from hpo.precision.effective import Agreement, observe, observe_model, restored
+from hpo.precision.conditions import unchanged
+from hpo.precision.effective import Agreement, observe, observe_model
 from hpo.precision.table import Precision
+from hpo.random_numbers import held_generators, same_random_numbers
 from hpo.training.loop import CHECK_EVERY, apply_gradients, backward, repeated_in_fp32
 from hpo.training.optim import gradient_norm
 from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try_loss, work_of_loss
 from hpo.trial.compat import Compatibility, judge
-from hpo.trial.measure import Measurement, measure_work
+from hpo.trial.measure import Measurement, Work, measure_work
+from hpo.trial.own_batch import examples_of
 from hpo.trial.own_trial import OwnTrial, Params
 
 
@@ -63,14 +65,15 @@ class Amp:
 
         Args:
             loss_of_batch: the loss, a scalar tensor, of `(model, batch)`.
-            num_examples: the examples of the batch; None: the length of its first tensor.
+            num_examples: the examples of the batch; None: the one length of all its tensors. If they have
+                several, the number of the trial's examples is unknown.
         """
         with self._trial.ending():
-            rows = _num_examples(batch) if num_examples is None else num_examples
+            rows = examples_of(batch) if num_examples is None else num_examples
             return self._step(loss_of_batch, batch, optimizer, rows)
 
     def _step(
-        self, loss_of_batch: LossOfBatch, batch: Any, optimizer: torch.optim.Optimizer, num_examples: int
+        self, loss_of_batch: LossOfBatch, batch: Any, optimizer: torch.optim.Optimizer, num_examples: float
     ) -> Tensor:
         trial, model, amp = self._trial, self._model, self._mixed_precision
         trial.end_setup()
@@ -142,13 +145,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return (one for group in optimizer.param_groups for one in group["params"])
 
 
-def _num_examples(batch: Any) -> int:
-    tensors = [
-        leaf for leaf in tree_leaves(getattr(batch, "data", batch)) if isinstance(leaf, Tensor) and leaf.dim()
-    ]
-    return len(tensors[0]) if tensors else 1
-
-
 class Run:
     """One trial, for the function that trains it.
 
@@ -183,7 +179,8 @@ class Run:
         Args:
             model: on `run.device`, with weights in fp32.
             loss_of_batch: the loss, a scalar tensor, of `(model, batch)`. The model may be a copy.
-            batch: a batch on `run.device`. Floating-point tensors are bf16 under `bf16-true`.
+            batch: a batch on `run.device`, in any container. Floating-point tensors are bf16 under
+                `bf16-true`.
         """
         with self._trial.ending():
             return self._prepare(model, loss_of_batch, batch)
@@ -198,20 +195,24 @@ class Run:
                 f"run.prepare: the model must be on run.device ({self.device}), but it is on {device.type}. "
                 "Call model.to(run.device)."
             )
-        trial.judge(self._check(model, loss_of_batch, batch))
-        prepare_model(model, amp.precision)
+        work = work_of_loss(loss_of_batch, batch, evaluates=try_loss(model, loss_of_batch, batch))
+        check = self._check(model, work)
+        trial.judge(check)
+        skipped = check.verdict == "skipped"
+        prepare_model(model, amp.precision if skipped else check.measurement.fitting(amp.precision))
         trial.prepared = model
-        trial.observed(model, observe_model(model, amp, work_of_loss(loss_of_batch, batch).observed))
+        with same_random_numbers(*held_generators(model, loss_of_batch, batch)):
+            seen = observe_model(model, amp, work.observed)
+        trial.observed(model, seen)
         return Amp(trial, model)
 
-    def _check(self, model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> Compatibility:
+    def _check(self, model: nn.Module, work: Work) -> Compatibility:
         amp, bounds = self._trial.mixed_precision, self._trial.parts.study.compat
         if not bounds.enabled:
             return Compatibility("skipped", (), Measurement(amp.precision.name))
-        try_loss(model, loss_of_batch, batch)
         # The check searches the scale of fp16, so it has an object of its own.
         trying = MixedPrecision(amp.precision, amp.config, amp.device)
-        return judge(measure_work(model, trying, work_of_loss(loss_of_batch, batch)), bounds)
+        return judge(measure_work(model, trying, work), bounds)
 
     def observe(self, model: nn.Module) -> None:
         """Observe in which precision another library's loop computes, for a loop without `amp.step`.
@@ -227,7 +228,8 @@ class Run:
             if module.training in seen_modes or torch.compiler.is_compiling():
                 return
             seen_modes.add(module.training)
-            with restored(module), observe(module) as seen:
+            generators = held_generators(module, args, kwargs)
+            with unchanged(module), same_random_numbers(*generators), observe(module) as seen:
                 module(*args, **kwargs)
             trial.is_watched |= module.training
             with trial.ending():

@@ -307,15 +307,15 @@ class OwnTrial(BaseRun):
             saved = "its last checkpoint" if self.keeps else "its start"
             raise Preempted(f"told to stop after step {self.state.step}; the trial goes on from {saved}.")
 
-    def count_step(self, loss: Tensor | None, num_examples: int) -> None:
-        """Count an optimiser step; without a loss it was made by another library."""
+    def count_step(self, loss: Tensor | None, num_examples: float) -> None:
+        """Count an optimiser step; without a loss it was made by another library. NaN: unknown examples."""
         self._steps_of_amp.add(loss is not None)
         if loss is not None:
             self.state.count_step(loss, num_examples, 0)
         else:
             self.state.step += 1
             self.state.num_examples += num_examples
-        self.meter.step(num_examples, num_examples, 0, 0)
+        self.meter.step(num_examples, 0, 0, 0)
         self.state.step_seconds = self.clock.lap()
         self._step_ended = self.clock.now()
 

@@ -102,7 +102,7 @@ class TrialRun(BaseRun):
 
     def _observe_and_compile(self) -> None:
         parts, resolution = self.parts, self.parts.resolution
-        inputs = parts.batch(0, 1).to(parts.device.torch_device).inputs
+        inputs = parts.batch(1, 1).to(parts.device.torch_device).inputs  # a batch norm needs two rows
         # Observed before the compiler hides the operators.
         seen = observe_model(parts.model, self.mixed_precision, lambda model: model(*inputs))
         if parts.compile is not None:

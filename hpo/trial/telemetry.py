@@ -4,6 +4,7 @@ A `TrialRecorder` holds the known facts, and reads changing ones when the record
 pruned or ran out of memory has its throughput and its precision facts too.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -81,7 +82,7 @@ def training_facts(
         "cuda_graphs": {"num_shapes": state.num_graphs, "problem": state.graph_problem},
         "num_ranks": num_ranks,
         "num_steps": state.step,
-        "num_examples": round(state.num_examples),
+        "num_examples": None if math.isnan(state.num_examples) else round(state.num_examples),
         "num_tokens": state.num_tokens,
         "train_seconds": state.train_seconds,
         "evaluation_seconds": state.evaluation_seconds,

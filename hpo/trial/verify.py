@@ -34,8 +34,8 @@ class PrecisionCheck:
     @property
     def usable(self) -> bool:
         """Native, and neither incompatible nor invalid."""
-        works = self.compatibility is not None and self.compatibility.verdict in ("ok", "degraded")
-        return works and self.support.level == "native"
+        verdict = self.compatibility.verdict if self.compatibility else "invalid"
+        return verdict not in ("incompatible", "invalid") and self.support.level == "native"
 
     @property
     def speed_ratio(self) -> float | None:

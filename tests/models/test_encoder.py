@@ -3,11 +3,23 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_encoders import BERT, DECODERS, FAMILIES, family_encoder, make_batch, save_encoder
+from support.tiny_encoders import (
+    BERT,
+    DECODERS,
+    FAMILIES,
+    family_encoder,
+    make_batch,
+    make_model,
+    save_encoder,
+    scalar_loss,
+)
 from torch import nn
 
 from hpo.data.token_cache import tokenizer_fingerprint
+from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer, max_positions
+from hpo.precision.amp import prepare_model
+from hpo.precision.table import PRECISIONS
 
 
 def test_fresh_encoder_has_the_tokenizer_s_vocabulary_and_special_tokens() -> None:
@@ -121,3 +133,28 @@ def test_tokenizer_fingerprint_ignores_the_last_call(tmp_path: Path) -> None:
     assert tokenizer_fingerprint(load_tokenizer(str(save_encoder(tmp_path / "tiny")))) == before
     tokenizer.add_tokens(["[PII]"])
     assert tokenizer_fingerprint(tokenizer) != before
+
+
+@pytest.mark.parametrize(("family", "text"), [("llava", "llama"), ("gemma3", "gemma3_text")])
+def test_encoder_of_several_media_is_refused(family: str, text: str) -> None:
+    with pytest.raises(ModelError, match=rf"must have a `hidden_size` .* \(model_type: {text}\)"):
+        load_encoder({"model_type": family, "vision_config": {"num_hidden_layers": 1}})
+
+
+def test_token_that_a_tokenizer_lacks_keeps_the_encoder_s_default() -> None:
+    """CLIP compares the ids with its end of a text."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = load_encoder({"model_type": "clip_text_model", **sizes})
+    ids_BL = torch.tensor([[5, 6, 7]])
+    states_BLD = encoder(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL)).last_hidden_state
+    assert states_BLD.shape == (1, 3, 16)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_mamba_trains_under_every_head(precision: str) -> None:
+    """Its states are fp32, whatever its weights are."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    model = make_model({"model_type": "mamba", **sizes}, attention="eager")
+    prepare_model(model, PRECISIONS[precision])
+    scalar_loss(model).backward()
+    assert all(head[-1].weight.grad.isfinite().all() for head in model.heads)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,9 +11,18 @@ import torch
 from pydantic import ValidationError
 from support.tiny import CPU_PRECISIONS, amp_of
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from hpo.errors import Nonfinite
-from hpo.precision.amp import NONFINITE_PATIENCE, AmpStatistics, backend_flags, prepare_model, tf32_is_on
+from hpo.precision.amp import (
+    NONFINITE_PATIENCE,
+    AmpStatistics,
+    backend_flags,
+    float32_buffers,
+    prepare_model,
+    tf32_is_on,
+)
+from hpo.precision.frozen import FrozenLinear
 from hpo.precision.table import PRECISIONS, AmpConfig
 
 FINITE, INF = torch.tensor(1.0), torch.tensor(math.inf)
@@ -237,3 +247,37 @@ def test_state_in_a_checkpoint(name: str) -> None:
     silent = amp_of("fp16", track_stats=False)
     silent.record_step(FINITE, INF)
     assert silent.statistics().skipped_steps is None
+
+
+class Mixed(nn.Module):
+    """Frequencies, a table, a norm with running statistics, and a weight that its model keeps in fp32."""
+
+    _keep_in_fp32_modules_strict = ("kept",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+        self.stored = FrozenLinear(nn.Linear(4, 4), "int8")
+        for name in ("inv_freq", "table"):
+            self.register_buffer(name, torch.ones(4))
+
+
+def test_buffers_beside_bf16_weights() -> None:
+    """As `model.bfloat16()` does, except for frequencies, and tensors that belong to others in fp32."""
+    model = prepare_model(Mixed(), PRECISIONS["bf16-true"])
+    named = [*model.named_parameters(), *model.named_buffers()]
+    narrow = {name for name, value in named if value.dtype == torch.bfloat16}
+    assert narrow == {"linear.weight", "linear.bias", "table", "stored.bias"}
+    assert float32_buffers(model) == ["inv_freq", "stored.scale"]
+    lowered = prepare_model(Mixed(), replace(PRECISIONS["bf16-true"], keeps_rotary=False))
+    assert float32_buffers(lowered) == ["stored.scale"]
+    autocast = prepare_model(Mixed(), PRECISIONS["bf16"])
+    assert {one.dtype for one in autocast.buffers()} == {torch.float32, torch.int64}
+
+
+def test_fp32_repeat_has_buffers_in_fp32() -> None:
+    """A spectral norm multiplies its buffers by the weight."""
+    model = prepare_model(parametrizations.spectral_norm(nn.Linear(4, 4)), PRECISIONS["bf16-true"])
+    with amp_of("bf16-true").float32(model) as call:
+        assert call(torch.ones(2, 4)).dtype == torch.float32

@@ -1,7 +1,10 @@
 """`hpo.check_precision`: any module, any loss."""
 
+import random
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,3 +84,125 @@ def test_batch_norm_uses_the_statistics_of_the_batch() -> None:
         check = hpo.check_precision(model, lambda model, batch: model[0](batch).square().mean(), rows, "fp16")
     assert check.measurement.finite, check
     assert [*check.measurement.logits_relative_error] == ["loss"]
+
+
+class Wrapped(nn.Module):
+    """A linear layer and a function of it and of its input."""
+
+    def __init__(self, function: Any, **attributes: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+        for name, value in attributes.items():
+            self.register_buffer(name, value) if isinstance(value, Tensor) else setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch).float().square().mean()
+
+
+GENERATOR = np.random.default_rng(0)
+
+
+def mixed(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mixes rows by the generators of NumPy, Python and the user."""
+    share = (np.random.rand() + random.random() + GENERATOR.random()) / 3
+    return squares(model, share * batch + (1 - share) * batch[torch.from_numpy(np.random.permutation(8))])
+
+
+def unseeded(model: nn.Module, batch: Tensor) -> Tensor:
+    return squares(model, batch * random.SystemRandom().uniform(-2, 2))
+
+
+def penalised(model: nn.Module, batch: Tensor) -> Tensor:
+    """A penalty of the gradients of the input."""
+    inputs = batch.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).float().sum(), inputs, create_graph=True)
+    return gradient.float().square().mean()
+
+
+def of_training(model: nn.Module, batch: Tensor) -> Tensor:
+    """A loss that the model gives in training alone, as a detector does."""
+    assert model.training
+    return squares(model, batch)
+
+
+def reads(model: Any, x: Tensor) -> Tensor:
+    with model.lock:
+        return model.linear(x)
+
+
+OLD_NORMS = (nn.utils.weight_norm, nn.utils.spectral_norm)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-true"])
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (lambda: nn.Linear(4, 4), mixed),
+        (lambda: nn.Linear(4, 4), penalised),
+        (lambda: nn.Linear(4, 4), of_training),
+        (lambda: Wrapped(lambda model, x: model.linear(x) + torch.randn_like(model.linear(x))), squares),
+        (lambda: Wrapped(lambda model, x: model.linear(x) + model.row, row=torch.randn(4)), squares),
+        (lambda: Wrapped(lambda model, x: model.linear(x * model.inv_freq), inv_freq=torch.rand(4)), squares),
+        (lambda: Wrapped(reads, lock=threading.Lock()), squares),
+        *((lambda norm=norm: nn.Sequential(norm(nn.Linear(4, 4))), squares) for norm in OLD_NORMS),
+        (lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)), squares),
+    ],
+)
+def test_conditions_of_the_check_are_not_blamed_on_a_precision(make: Any, loss: Any, precision: str) -> None:
+    rows = torch.randn(8, 4, 4) if isinstance(model := make(), nn.Sequential) else torch.randn(8, 4)
+    before = GENERATOR.bit_generator.state, np.random.get_state()[1].tolist(), random.getstate()
+    with unchanged(model):
+        check = hpo.check_precision(model, loss, rows, precision, repeats=1)
+    assert check.verdict == "ok", check
+    assert check.costs is not None
+    assert check.measurement.reference_repeats
+    assert before == (GENERATOR.bit_generator.state, np.random.get_state()[1].tolist(), random.getstate())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_precision_is_unverified_if_fp32_differs_from_itself(precision: str) -> None:
+    check = hpo.check_precision(nn.Linear(4, 4), unseeded, torch.randn(8, 4), precision, repeats=1)
+    assert check.verdict == "unverified"
+    assert "two equal passes in fp32 differ" in check.reasons[0]
+    assert "random numbers" in check.reasons[0]
+
+
+def test_fault_of_the_precision_is_found_beside_random_numbers() -> None:
+    def wrong(model: Any, x: Tensor) -> Tensor:
+        return model.linear(x) * (-1 if torch.is_autocast_enabled("cpu") else 1)
+
+    check = hpo.check_precision(Wrapped(wrong), mixed, torch.randn(8, 4), "bf16", repeats=1)
+    assert check.verdict == "incompatible"
+
+
+def test_buffer_in_fp32_is_named() -> None:
+    def fails(model: Any, x: Tensor) -> Tensor:
+        return model.linear(x * model.inv_freq) @ torch.ones(4, 4)
+
+    model = Wrapped(fails, inv_freq=torch.rand(4))
+    check = hpo.check_precision(model, squares, torch.randn(8, 4), "bf16-true", repeats=1)
+    assert check.verdict == "incompatible"
+    assert "buffers in fp32: inv_freq" in check.reasons[0]
+
+
+def test_numpy_array_under_bf16_weights() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return squares(model, torch.as_tensor(batch["x"]))
+
+    batch = {"x": np.ones((8, 4), np.float32)}
+    assert hpo.check_precision(nn.Linear(4, 4), loss, batch, "bf16", repeats=1).verdict == "ok"
+    with pytest.raises(InputError, match=r"batch: .* NumPy array of float32, which has no bf16"):
+        hpo.check_precision(nn.Linear(4, 4), loss, batch, "bf16-true", repeats=1)
+
+
+def test_outputs_of_another_shape_are_not_compared() -> None:
+    """As many rows as are above a bound."""
+    model = Wrapped(lambda model, x: model.linear(x)[model.linear(x)[:, 0] > model.linear(x)[:, 0].median()])
+    rows = torch.randn(8, 4)
+    assert hpo.check_precision(model, squares, rows, "bf16", repeats=1).verdict in ("ok", "degraded")

@@ -86,6 +86,23 @@ def raise_anywhere(_: nn.Linear, __: Tensor) -> Tensor:
     raise ValueError("a bug")
 
 
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_batch_norm_in_a_head(name: str) -> None:
+    model = tiny_model()
+    last = nn.Linear(8, model.tasks[0].num_outputs)
+    model.heads[0] = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), last)
+    with unchanged(model):
+        measurement = tiny_measurement(model, tiny_batch(), tiny_objective(), name)
+    assert judge(measurement, CompatConfig()).verdict == "ok", measurement
+
+
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_states_in_fp32_from_any_weights(name: str) -> None:
+    """As Mamba's."""
+    found = check(Broken(lambda _, hidden: hidden.float()), name)
+    assert found.verdict == "ok", found
+
+
 OVERFLOW = Extra(lambda dense, hidden: dense(hidden.abs() + 1) * 1e-6)
 nn.init.constant_(OVERFLOW.dense.weight, 5e4)  # fp16 ends at 65504
 

@@ -351,3 +351,67 @@ def test_check_finds_mistakes_before_the_first_step(tmp_path: Path, old: str, ne
 def test_wrong_reports(tmp_path: Path, report: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         run(own_executor(tmp_path, changed('{"accuracy": accuracy(model, amp)}', report)))
+
+
+COUNTED = """
+import dataclasses
+
+@dataclasses.dataclass
+class Rows:
+    rows: torch.Tensor
+    classes: torch.Tensor
+
+@hpo.trial
+def train(run):
+    model = net()
+    batch = Rows(ROWS[:16], CLASSES[:16])
+    of = lambda model, batch: loss_of_batch(model, (batch.rows, batch.classes))
+    amp = run.prepare(model, of, batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in run.steps(3):
+        amp.step(of, batch, optimizer)
+        run.report({"accuracy": 1.0})
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_batch_in_a_dataclass(tmp_path: Path, precision: str) -> None:
+    result = run(own_executor(tmp_path, COUNTED), fp_precision=precision)
+    assert (result.outcome, result.telemetry["num_examples"]) == ("complete", 48), result.reason
+
+
+def test_examples_of_a_batch_with_several_lengths_are_unknown(tmp_path: Path) -> None:
+    field = "    classes: torch.Tensor"
+    several = COUNTED.replace(field, field + "\n    other: torch.Tensor = ROWS")
+    result = run(own_executor(tmp_path, several), tmp_path / "trial", fp_precision="fp32")
+    assert result.outcome == "complete", result.reason
+    assert result.telemetry["num_examples"] is None
+    assert result.telemetry["throughput"]["train_examples_per_second"] is None
+    assert result.telemetry["num_steps"] == 3
+
+
+NUMPY = """
+import numpy as np
+
+@hpo.trial
+def train(run):
+    model, generator = net(), np.random.default_rng(1)
+    def of(model, batch):
+        share = np.random.rand() + generator.random()
+        return loss_of_batch(model, (batch[0] * share, batch[1]))
+    before = np.random.get_state()[2], generator.bit_generator.state
+    batch = ROWS[:16], CLASSES[:16]
+    amp = run.prepare(model, of, batch)
+    assert before == (np.random.get_state()[2], generator.bit_generator.state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in run.steps(3):
+        amp.step(of, batch, optimizer)
+        run.report({"accuracy": 1.0})
+"""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_check_leaves_all_generators(tmp_path: Path, precision: str) -> None:
+    result = run(own_executor(tmp_path, NUMPY), fp_precision=precision)
+    assert result.outcome == "complete", result.reason
+    assert result.telemetry["compatibility"]["verdict"] == "ok"
