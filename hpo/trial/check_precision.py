@@ -23,6 +23,7 @@ from hpo.errors import InputError
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.effective import restored
+from hpo.precision.sums import PLAIN_SUMS, summed
 from hpo.precision.table import PRECISIONS, AmpConfig, canonical_precision, support
 from hpo.random_numbers import manual_seed
 from hpo.trial.compat import Compatibility, judge
@@ -78,7 +79,8 @@ def check_precision(
         if check.measurement.finite and check.measurement.reference_fits:
             check = replace(check, costs=_costs_of(model, amp, work, repeats))
     emulated = (f"{supported.reason} It is emulated here.",) if supported.level == "emulated" else ()
-    return replace(check, reasons=(*check.reasons, *emulated))
+    own = f"Gradients of {', '.join(sorted(summed))} were summed in fp32, as in trials of hpo. {PLAIN_SUMS}"
+    return replace(check, reasons=(*check.reasons, *([own] if summed else []), *emulated))
 
 
 def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -> Costs | None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import heapq
 import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,12 +34,16 @@ from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.effective import Agreement, Observation, observe_model, restored
+from hpo.precision.sums import float32_sums
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import drop_compiled
 from hpo.trial.parts import TrialParts
 
-MEASUREMENT_VERSION = 13
+MEASUREMENT_VERSION = 14
 """Raise it when the measurement changes. Cached results of another version are measured again."""
+
+_FEWEST = 16
+"""Fewest values of a parameter whose noise is known."""
 
 BEFORE_COMPILE = (
     "the products were measured before the model was compiled; each trial measures its compiled model."
@@ -66,6 +72,8 @@ class Measurement:
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task or output: ||y - y32|| / ||y32||}."""
     gradient_cosine: float | None = None
+    gradient_shares: dict[str, float] = field(default_factory=dict)
+    """{parameter: share of fp32's gradient that is left}, the three smallest (`gradient_share`)."""
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
     agrees: bool | None = None
@@ -138,7 +146,8 @@ class Side:
     @contextlib.contextmanager
     def flags(self) -> Iterator[None]:
         own = self.work.reference_flags(self.model) if self.is_reference else contextlib.nullcontext()
-        with backend_flags(self.mixed_precision.precision, self.mixed_precision.config), own:
+        amp = self.mixed_precision
+        with backend_flags(amp.precision, amp.config), float32_sums(amp.precision), own:
             yield
 
     def run(self) -> _Pass:
@@ -261,6 +270,7 @@ def measure_work(
             name: relative_error(candidate.logits[name], value) for name, value in reference.logits.items()
         },
         gradient_cosine=_cosine(candidate.gradients, reference.gradients),
+        gradient_shares=_smallest_shares(candidate.gradients, reference.gradients),
     )
 
 
@@ -343,6 +353,27 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     norm = float(reference.double().norm())
     difference = float((value.double() - reference.double()).norm())
     return difference / norm if norm else difference
+
+
+def gradient_share(gradient: Tensor, reference: Tensor) -> float:
+    """Return the share s of the reference that is left, gradient = s reference + noise; at most 1.
+
+    Rounding is noise: it takes nothing off the mean. A sum that stops growing or an underflow does. Five
+    standard errors count for the gradient, which grow with the noise and fall with the number of values.
+    """
+    one, other = gradient.double().flatten(), reference.double().flatten()
+    norm = float(other @ other)
+    if len(other) < _FEWEST or not norm:
+        return 1.0
+    share = float(one @ other) / norm
+    noise = float((one - share * other).norm())
+    return min(1.0, share + 5 * noise / math.sqrt(len(other) * norm))
+
+
+def _smallest_shares(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    names = gradients.keys() & reference.keys()
+    shares = {name: gradient_share(gradients[name], reference[name]) for name in names}
+    return dict(heapq.nsmallest(3, shares.items(), key=itemgetter(1)))
 
 
 def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float | None:

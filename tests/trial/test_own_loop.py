@@ -351,3 +351,44 @@ def test_check_finds_mistakes_before_the_first_step(tmp_path: Path, old: str, ne
 def test_wrong_reports(tmp_path: Path, report: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         run(own_executor(tmp_path, changed('{"accuracy": accuracy(model, amp)}', report)))
+
+
+NORMED = """
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.types, self.first, self.norm = nn.Embedding(2, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+    def forward(self, ids):
+        return self.norm(self.first(self.types(ids)))
+
+class Keeping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.save([one.grad.float() for one in self.param_groups[0]["params"]], FILE)
+
+def loss_of_normed(model, ids):
+    wanted = 1 + torch.randn(8, generator=torch.Generator().manual_seed(1))
+    return (model(ids).float() * wanted).sum()
+
+@hpo.trial
+def train(run):
+    model, ids = Normed(), torch.arange(4000) % 2
+    amp = run.prepare(model, loss_of_normed, ids[:4])
+    run.keep(model=model)
+    for _ in run.steps(1):
+        amp.step(loss_of_normed, ids, Keeping(model.parameters(), lr=0.0))
+        run.report({"accuracy": 0.5})
+"""
+
+
+def test_gradients_of_norms_and_embeddings_are_those_of_fp32(tmp_path: Path) -> None:
+    found = {}
+    for precision in ("fp32", "bf16", "bf16-true"):
+        file = tmp_path / precision
+        code = f"FILE = {str(file)!r}\n{NORMED}"
+        executor = own_executor(tmp_path, code, training={"seed": 3, "max_grad_norm": None})
+        assert run(executor, fp_precision=precision).outcome == "complete"
+        found[precision] = torch.load(file)
+    exact = found.pop("fp32")
+    for gradients in found.values():
+        for one, other in zip(gradients, exact, strict=True):
+            assert (one - other).norm() < 0.05 * other.norm()
