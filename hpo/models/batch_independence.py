@@ -152,7 +152,7 @@ def _float64(model: nn.Module) -> Iterator[None]:
     try:
         for one in tensors:
             one.data = one.data.double()
-        with _Float64Casts():
+        with _Float64Casts():  # type: ignore[no-untyped-call]
             yield
     finally:
         for one, data in zip(tensors, kept, strict=True):
