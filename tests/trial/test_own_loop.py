@@ -185,7 +185,29 @@ STEP = "            amp.step(loss_of_batch, (ROWS[rows], CLASSES[rows]), optimiz
 @pytest.mark.parametrize("step", [STEP.replace("],", "]*torch.inf,"), "run.report({'accuracy': torch.nan})"])
 def test_function_cannot_swallow_the_end(tmp_path: Path, step: str) -> None:
     careless = f"{' ' * 12}try: {step.strip()}\n{' ' * 12}except Exception: pass"
-    assert run(own_executor(tmp_path, changed(STEP, careless))).outcome == "nonfinite"
+    assert run(own_executor(tmp_path, changed(STEP, careless))).outcome in ("nonfinite", "invalid")
+
+
+UNDEFINED = changed('{"accuracy": accuracy(model, amp)}', '{"accuracy": math.nan}')
+NAN_WEIGHT = UNDEFINED.replace(
+    "        run.report(", "        nn.init.constant_(model[0].weight, math.nan)\n        run.report("
+)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("loop", "outcome"),
+    [
+        (UNDEFINED, "invalid"),
+        (NAN_WEIGHT, "nonfinite"),
+        # Nothing is known of the training.
+        ("@hpo.trial\ndef train(run):\n    run.report({'accuracy': math.inf})", "nonfinite"),
+    ],
+)
+def test_metric_that_is_not_finite(tmp_path: Path, loop: str, outcome: str, precision: str) -> None:
+    result = run(own_executor(tmp_path, f"import math\n{loop}"), fp_precision=precision)
+    assert (result.outcome, result.telemetry.get("finite_in_fp32")) == (outcome, None)
+    assert "a reported metric must be finite" in result.reason
 
 
 def test_nonfinite_step_is_repeated_in_fp32(tmp_path: Path) -> None:
