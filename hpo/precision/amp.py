@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpo.device import DeviceInfo
 from hpo.errors import Nonfinite
+from hpo.precision.buffers import StepBuffers
 from hpo.precision.float8 import convert_to_float8
 from hpo.precision.frozen import store_frozen
 from hpo.precision.parts import float32_modules, run_as_before
@@ -157,7 +158,13 @@ class MixedPrecision:
         self._epoch_fallbacks = 0
         self.step_fallbacks = 0
         """Micro-batches of the current step repeated in fp32 by this process."""
+        self.buffers: StepBuffers | None = None
+        """The buffers of the model in training (`follow`)."""
         self.reset_statistics()
+
+    def follow(self, model: nn.Module) -> None:
+        """Restore the buffers of `model` after each skipped step and before each repetition."""
+        self.buffers = StepBuffers(model)
 
     def autocast(self, *, enabled: bool = True) -> torch.autocast:
         dtype = self.precision.autocast
@@ -220,6 +227,8 @@ class MixedPrecision:
         self._most_losses_in_a_row = torch.maximum(self._most_losses_in_a_row, self._losses_in_a_row)
         self._skipped = self._skipped + bad_gradient
         self.last_skipped = bad_gradient.float()
+        if self.buffers:
+            self.buffers.end_step(bad_gradient)
         if not self.precision.loss_scaling:
             in_a_row = self._gradients_in_a_row = (self._gradients_in_a_row + 1) * bad_gradient
             self._most_gradients_in_a_row = torch.maximum(self._most_gradients_in_a_row, in_a_row)
@@ -254,6 +263,8 @@ class MixedPrecision:
     def start_step(self) -> None:
         """Begin or repeat a step. A repeated step counts its fallbacks once."""
         self.step_fallbacks = 0
+        if self.buffers:
+            self.buffers.begin_step()
 
     def end_step(self, num_fallbacks: int) -> None:
         """Count the fallbacks of a step on all ranks. Raises Nonfinite if an epoch has too many."""

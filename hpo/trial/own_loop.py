@@ -47,6 +47,7 @@ class Amp:
         self._trial = trial
         self._model = model
         self._mixed_precision = trial.mixed_precision
+        self._mixed_precision.follow(model)
 
     def step(
         self,
