@@ -1,7 +1,7 @@
 """Buffers that training changes, such as the running statistics of a batch norm.
 
-A forward pass that is not finite leaves NaN in them, and no later pass removes it: evaluation fails for a step
-that was skipped, also in fp32. So a skipped or repeated step leaves the buffers as they were before it.
+A forward pass that is not finite leaves NaN in them, and no later pass removes it: evaluation fails for a
+step that was skipped, also in fp32. So a skipped or repeated step leaves the buffers as they were before it.
 """
 
 import torch
@@ -17,7 +17,7 @@ class StepBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._changing: set[nn.Module] | None = None
-        """Modules with such buffers; None before the first step, which compares all of them."""
+        """Modules with such buffers; None before the first step."""
         self._before: Values | None = None
         self._versions: dict[tuple[nn.Module, str], int] = {}
 
@@ -30,13 +30,13 @@ class StepBuffers:
         self._before = self.copy()
 
     def end_step(self, skipped: Tensor) -> None:
-        """Restore the buffers if `skipped` is 1. Only the first step waits for the device."""
+        """Restore the buffers if `skipped` is 1, without a wait for the device."""
         before, self._before = self._before, None
         if before is None:
             return
         written = {m for m, name, each in self._all() if self._versions.get((m, name)) != each._version}
-        if self._changing is None:  # the kernel of a batch norm writes, and counts no version
-            written |= {m for m, name, each in before if not _is_same(each, m._buffers.get(name))}
+        # The kernel of a batch norm writes, and counts no version.
+        written |= {module for module, name, _ in before if name.startswith("running_")}
         self._changing = (self._changing or set()) | written
         self.restore([one for one in before if one[0] in self._changing], skipped)
 
@@ -54,7 +54,3 @@ class StepBuffers:
     def _all(self) -> Values:
         named = ((m, *item) for m in self._model.modules() for item in m._buffers.items())
         return [(m, name, each) for m, name, each in named if each is not None and not each.is_inference()]
-
-
-def _is_same(before: Tensor, now: Tensor | None) -> bool:
-    return now is not None and torch.equal(before, now)

@@ -410,8 +410,9 @@ def apply_gradients(
     elif clips:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     found_inf = mixed_precision.record_step(loss, norm)
-    if scaler.is_enabled():
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        step_unless(optimizer, found_inf)
+    with mixed_precision.counting_moves(parameters):
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+            mixed_precision.update_scale()
+        else:
+            step_unless(optimizer, found_inf)

@@ -270,7 +270,8 @@ class Run:
 
         The trial may end here: the pruner stops it, it breaks a limit, or a metric is not finite. If weights
         and losses are finite, the metric is at fault (`invalid`), or else the training (`nonfinite`). A
-        metric with `/` in its name belongs to a task. A loop without `run.steps` gives `done`, and pauses here.
+        metric with `/` in its name belongs to a task. A loop without `run.steps` gives `done`, and pauses
+        here.
 
         Args:
             done: the finished share of the training, above 0 and at most 1; None: the share of `run.steps`,
@@ -284,8 +285,8 @@ class Run:
                 end = Nonfinite if self._trial.may_be_nonfinite() else Invalid
                 at_fault = "" if end is Nonfinite else "Weights and losses are finite. "
                 raise end(
-                    f"a reported metric must be finite, but {broken[0]} is {checked[broken[0]]}. {at_fault}Leave "
-                    "a metric out where it is not defined."
+                    f"a reported metric must be finite, but {broken[0]} is {checked[broken[0]]}. {at_fault}"
+                    "Leave a metric out where it is not defined."
                 )
             self._trial.report(checked, done)
 

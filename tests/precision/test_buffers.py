@@ -4,7 +4,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from support.own_loops import own_executor
 from support.resumed_trials import weights_of
