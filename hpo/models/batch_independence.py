@@ -7,10 +7,8 @@ the batch size.
 The model runs on a text alone and with padding beside other texts. In fp32, rounding changes the states of
 most encoders that mask padding by at most 4e-6 of the largest state (48 layers). Encoders that read padding
 change them by 1e-3 or more (2 layers of fresh weights). So may rounding, if a layer carries numbers thousands
-of times the others. A larger change is rounding if
-
-- other padding and other texts beside the text, at equal shapes, change nothing, and
-- it is another one in fp64. A change by the padded length is the same in both.
+of times the others. It is rounding if other padding and another text beside it, at equal shapes, change
+nothing, and nothing is left in fp64.
 """
 
 import contextlib
@@ -31,7 +29,7 @@ from hpo.models.own_encoder import OwnEncoder
 TOLERANCE = 3e-5
 """Largest difference, as a share of the largest value."""
 LARGE = 1e-2
-"""Largest difference that counts as rounding if the model cannot run in fp64."""
+"""Largest rounding of a model that cannot run in fp64."""
 SHORT_LENGTH = 16
 _logger = logging.getLogger(__name__)
 _Batch = tuple[list[list[int]], list[list[int]] | None]
@@ -97,19 +95,17 @@ def _compare(model: Any, length: int, num_beside: int) -> None:
     for part, values in alone.items():
         if not values.isfinite().all():
             continue  # the check of the study reports it
-        if (change := _share(again[part] - values, values)) is not None:
+        if not (change := _share(again[part] - values, values)) <= TOLERANCE:
             raise _error(model, part, "at each call", change, "chance")
         for batch, others in zip(batches, outputs, strict=True):
-            changes = others[part][:num_tokens] - values
-            if (change := _share(changes, values)) is None:
+            change = _share(others[part][:num_tokens] - values, values)
+            if change <= TOLERANCE:
                 continue
-            other_ids = [[*text[:num_tokens], *reversed(text[num_tokens:])], *([text] * (len(batch[0]) - 1))]
-            at_equal_shapes = (
-                _outputs(model, other_ids, batch[1])[part][:num_tokens] - others[part][:num_tokens]
-            )
-            if not _is_rounding(
-                changes, at_equal_shapes, _changes_in_float64(model, part, single, batch), change
-            ):
+            other_texts = [[*text[:num_tokens], *reversed(text[num_tokens:])], text][: len(batch[0])]
+            at_equal_shapes = _outputs(model, other_texts, batch[1])[part] - others[part]
+            in_float64 = _share_in_float64(model, part, single, batch)
+            left = max(_share(at_equal_shapes[:num_tokens], values), in_float64 or 0.0)
+            if not left <= change / 1000 or (in_float64 is None and change > LARGE):
                 raise _error(model, part, "alone and beside a longer one", change, "the batch")
             rounding[part] = max(change, rounding.get(part, 0.0))
     if rounding:
@@ -118,30 +114,19 @@ def _compare(model: Any, length: int, num_beside: int) -> None:
         _logger.warning(message, part, rounding[part])
 
 
-def _share(changes: Tensor, values: Tensor) -> float | None:
-    """Return the largest change as a share of the largest value; None up to TOLERANCE."""
-    share = float(changes.abs().max() / values.abs().max().clamp(min=1e-30))
-    return None if share <= TOLERANCE else share  # NaN: not finite beside others
+def _share(changes: Tensor, values: Tensor) -> float:
+    """Return the largest change as a share of the largest value. NaN: not finite beside others."""
+    return float(changes.abs().max() / values.abs().max().clamp(min=1e-30))
 
 
-def _is_rounding(changes: Tensor, at_equal_shapes: Tensor, in_float64: Tensor | None, share: float) -> bool:
-    """Decide by the rules of the module's docstring. A thousandth of the change counts as none."""
-    if not at_equal_shapes.abs().max() <= changes.abs().max() / 1000:
-        return False
-    if in_float64 is None:
-        return share <= LARGE
-    is_same = torch.cosine_similarity(changes.double().flatten(), in_float64.flatten(), dim=0) > 0.5
-    return not bool(is_same & (in_float64.abs().max() > changes.abs().max() / 1000))
-
-
-def _changes_in_float64(model: Any, part: str, single: _Batch, batch: _Batch) -> Tensor | None:
-    """Return the changes of a text's values between two batches; None: the model cannot run in fp64."""
+def _share_in_float64(model: Any, part: str, single: _Batch, batch: _Batch) -> float | None:
+    """Return the change of a text's values between two batches; None: the model cannot run in fp64."""
     try:
         with _float64(model):
             values, others = (_outputs(model, *one)[part] for one in (single, batch))
     except (RuntimeError, TypeError, ValueError):  # kernels and tensors of the model that are fp32 alone
         return None
-    return others[: len(values)] - values
+    return _share(others[: len(values)] - values, values)
 
 
 @contextlib.contextmanager

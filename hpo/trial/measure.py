@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import heapq
 import math
 import time
 from bisect import bisect_left
@@ -41,9 +40,6 @@ from hpo.trial.parts import TrialParts
 
 MEASUREMENT_VERSION = 14
 """Raise it when the measurement changes. Cached results of another version are measured again."""
-
-_FEWEST = 16
-"""Fewest values of a parameter whose noise is known."""
 
 BEFORE_COMPILE = (
     "the products were measured before the model was compiled; each trial measures its compiled model."
@@ -264,13 +260,15 @@ def measure_work(
     reference = fp32 and fp32[0]
     if reference is None:
         return replace(measurement, reference_fits=False)
+    pairs = ((name, one, reference.gradients.get(name)) for name, one in candidate.gradients.items())
+    shares = {name: gradient_share(one, other) for name, one, other in pairs if other is not None}
     return replace(
         measurement,
         logits_relative_error={
             name: relative_error(candidate.logits[name], value) for name, value in reference.logits.items()
         },
         gradient_cosine=_cosine(candidate.gradients, reference.gradients),
-        gradient_shares=_smallest_shares(candidate.gradients, reference.gradients),
+        gradient_shares=dict(sorted(shares.items(), key=itemgetter(1))[:3]),
     )
 
 
@@ -363,17 +361,11 @@ def gradient_share(gradient: Tensor, reference: Tensor) -> float:
     """
     one, other = gradient.double().flatten(), reference.double().flatten()
     norm = float(other @ other)
-    if len(other) < _FEWEST or not norm:
+    if len(other) < 16 or not norm:  # its noise is unknown
         return 1.0
     share = float(one @ other) / norm
     noise = float((one - share * other).norm())
     return min(1.0, share + 5 * noise / math.sqrt(len(other) * norm))
-
-
-def _smallest_shares(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    names = gradients.keys() & reference.keys()
-    shares = {name: gradient_share(gradients[name], reference[name]) for name in names}
-    return dict(heapq.nsmallest(3, shares.items(), key=itemgetter(1)))
 
 
 def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float | None:
