@@ -60,6 +60,9 @@ class CompatConfig(CheckedSection):
     """`degraded` below this cosine between the gradients."""
     incompatible_gradient_cosine: float = Field(0.5, ge=-1, le=1)
     """`incompatible` below this cosine between the gradients."""
+    degraded_gradient_share: float = Field(0.9, ge=0, le=1)
+    """`degraded` if less than this share of a parameter's fp32 gradient is left. Rounding takes nothing off;
+    a sum in bf16 that stops growing does, and an underflow in fp16."""
 
     def problems(self) -> Iterator[Problem]:
         if self.degraded_logits_relative_error > self.incompatible_logits_relative_error:

@@ -222,7 +222,7 @@ class TrialSettings(CheckedSection):
     option: dict[str, Any] = Field(default_factory=dict)
     """Options of your own code, written `<name>.<option>`."""
 
-    init_scale: Annotated[float, Field(gt=0, le=1e38)] | None = None
+    init_scale: Annotated[float, Field(ge=1e-37, le=1e38)] | None = None
     """fp16: first scale of the loss. Default: `amp.init_scale`."""
 
     epochs: Positive | None = None

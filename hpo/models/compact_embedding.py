@@ -35,8 +35,17 @@ class CompactEmbedding(nn.Embedding):
         self.row_of_id: Tensor
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Embedding names it
-        """Look up ids of any shape. An unused id raises IndexError."""
-        return F.embedding(self.row_of_id[input], self.weight, self.padding_idx)
+        """Look up ids of any shape. With gradients, an id without a row raises IndexError (on a CPU)."""
+        rows = self.row_of_id[input]
+        if not torch.is_grad_enabled():  # an own callback may use any token
+            others = self._whole[input] * self.weight[-1]
+            return torch.where((rows < 0)[..., None], others, F.embedding(rows.clamp(min=0), self.weight))
+        if rows.device.type == "cpu" and not torch.compiler.is_compiling() and bool((rows < 0).any()):
+            raise IndexError(
+                f"Token {int(input[rows < 0][0])} is in no text of the data, so its row is not trained. "
+                "Look it up under torch.no_grad()."
+            )
+        return F.embedding(rows, self.weight, self.padding_idx)
 
     def whole(self) -> Tensor:
         """Return the whole table, with the decay of unused rows."""

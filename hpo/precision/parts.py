@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-_REDUCED = (torch.float16, torch.bfloat16)
+REDUCED = (torch.float16, torch.bfloat16)
 
 
 class InFloat32(nn.Module):
@@ -29,7 +29,7 @@ class InFloat32(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         device_type = next((tensor.device.type for tensor in tensors), "cpu")
-        args, kwargs = tree_map(_to_float32, (args, kwargs))
+        args, kwargs = tree_map(to_float32, (args, kwargs))
         with torch.autocast(device_type, enabled=False):
             return super().forward(*args, **kwargs)
 
@@ -65,5 +65,5 @@ def _subclass(plain: Any) -> Any:
     return type(plain.__name__, (InFloat32, plain), {"__module__": plain.__module__})
 
 
-def _to_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _REDUCED else value
+def to_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in REDUCED else value

@@ -108,7 +108,7 @@ class AmpConfig(Section):
     """
     allow_emulated: Switch = False
     """Run emulated (slow) precisions instead of treating them as unsupported. The trial records this."""
-    init_scale: float = Field(65536.0, gt=0, le=1e38)
+    init_scale: float = Field(65536.0, ge=1e-37, le=1e38)
     """fp16: first factor of the loss."""
     growth_factor: float = Field(2.0, gt=1)
     """fp16: the scale grows by this factor."""
@@ -116,7 +116,7 @@ class AmpConfig(Section):
     """fp16: the scale shrinks by this factor when gradients overflow."""
     growth_interval: Count = 2000
     """fp16: steps without an overflow before the scale grows."""
-    min_scale: float = Field(1.0, gt=0)
+    min_scale: float = Field(1.0, ge=1e-37)
     """fp16: an overflow with the scale at or under this floor ends the trial as `nonfinite`."""
     tf32: Switch | None = None
     """TF32 for the fp32 products under autocast. `fp_precision: fp32` stays IEEE fp32. Must be false on AMD

@@ -1,6 +1,7 @@
 """Text and tables of `hpo best` and of the end of `hpo run`."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rich.text import Text
@@ -24,6 +25,7 @@ from hpo.study.reading.study_record import (
     best_trials,
     complete_trials,
     limit_counts,
+    lost_updates,
     lost_weights,
 )
 
@@ -92,7 +94,8 @@ def detailed(one: Detailed) -> Iterator[Part]:
 
 
 def model_warnings(record: StudyRecord) -> list[str]:
-    lost = map(" ".join, lost_weights(record))
+    of_best = replace(record, trials=best_trials(record))
+    lost = map(" ".join, (*lost_weights(record), *lost_updates(of_best)))
     return [*constant_warnings(record), *split_warnings(record), *lost]
 
 

@@ -14,6 +14,7 @@ from hpo.report.tables import ON, UNKNOWN, StudyTables, differing_settings, fell
 from hpo.study.reading.study_record import (
     StudyRecord,
     complete_trials,
+    lost_updates,
     lost_weights,
     unverified_precisions,
 )
@@ -34,6 +35,7 @@ def caveats(tables: StudyTables) -> list[Notice]:
     measure_again = "Measure it again on texts that were not used to choose the model."
     return [
         *_precision_caveats(tables.trials),
+        *(Notice(*pair) for pair in lost_updates(record)),
         *(Notice(*pair) for pair in (*unverified_precisions(record), *lost_weights(record))),
         *(Notice(text, measure_again) for text in split_warnings(record)),
         *(Notice(text, "The model may have learned nothing.") for text in constant_warnings(record)),

@@ -32,7 +32,8 @@ from hpo.report.formats import format_bytes, format_number, format_percent, form
 from hpo.report.status import outlook, trial_seconds
 from hpo.report.trial_precision import differing_formats
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
-from hpo.study.sampling.forecast import Cost, Stage
+from hpo.study.sampling.forecast import Cost, Stage, most_whole_trials, stages_left
+from hpo.study.sampling.promotion import Rung
 from hpo.tasks.kind import is_error
 from hpo.trial.executor import Executor
 from hpo.trial.objectives import quality_objective
@@ -51,6 +52,7 @@ class TrialCost:
     seconds: float  # time with evaluations and setup
     measured_by: str
     run_seconds: float = 0.0  # time of a run without training: its setup and one evaluation
+    spread_seconds: tuple[float, float] | None = None  # shortest and longest of several trials
     checkpoint_bytes: int | None = None  # size of weights, optimizer state and best weights; None: unknown
 
 
@@ -68,6 +70,8 @@ class Plan:
     """Most disk space for checkpoints of paused trials; None: unknown, or no trial pauses."""
     limit: str = ""
     """Losses that no comparison can exclude; empty: unknown, or the objective is in label units."""
+    most_whole_trials: float = 0.0
+    """Remaining training if good results come late (`hpo.study.sampling.forecast`)."""
     num_shares: int | None = None
     """Number of workers, or under a budget of their devices, at work; None: `num_workers`."""
 
@@ -86,7 +90,9 @@ class Plan:
         for cost in self.costs:
             rate = cost.examples_per_second
             speed = "" if rate is None else f", {format_number(rate)} examples/s"
-            yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} ({cost.measured_by})."
+            spread = " to ".join(map(format_seconds, cost.spread_seconds or ()))
+            source = f"({cost.measured_by}{', ' * bool(spread)}{spread})"
+            yield f"A trial in {cost.precision}: {format_seconds(cost.seconds)}{speed} {source}."
         yield f"Pruner: {self.pruner}."
         yield self._remaining()
         total = format_seconds(3600 * self.hours) if self.hours else "0 s"
@@ -117,6 +123,8 @@ class Plan:
             trials = plural(stage.num_trials, "trial" if stage.begin == 0 else "paused trial")
             parts.append(f"{trials} from {format_percent(stage.begin)} to {format_percent(stage.end)}")
         whole = f"{self.whole_trials:.3g} full budgets in all"
+        if (most := self.most_whole_trials) > self.whole_trials * 1.005:
+            whole += f", or up to {most:.3g} by the order of the results"
         return f"Left to run, in shares of a trial's budget: {', '.join(parts)}; {whole}."
 
 
@@ -136,6 +144,14 @@ def make_plan(
     sizes = [cost.checkpoint_bytes for cost in costs if cost.checkpoint_bytes is not None]
     promotion, is_left = ahead.promotion, ahead.forecast.whole_trials > 0
     num_paused = promotion.most_paused(ahead.num_planned) if promotion is not None and is_left else 0
+    num_starts = ahead.forecast.stages[0].num_trials
+    late = 0.0
+    if promotion is not None:
+        new = sum(
+            stage.whole_trials
+            for stage in stages_left(promotion, [Rung()] * len(promotion.rungs), num_starts)
+        )
+        late = max(0.0, most_whole_trials(promotion, num_starts) - new)
     rungs = ", ".join(map(format_percent, promotion.used)) if promotion is not None else ""
     pauses = f", pauses trials at {rungs} of their training" if rungs else ""
     return Plan(
@@ -148,6 +164,7 @@ def make_plan(
         config.budget.hours if config.budget else None,
         f"{config.pruner.name}{pauses}; {why_pruner}",
         num_paused * max(sizes) if sizes and num_paused else None,
+        most_whole_trials=ahead.forecast.whole_trials + late,
     )
 
 
@@ -164,19 +181,22 @@ def costs_of(record: StudyRecord) -> dict[str, TrialCost]:
     costs = {}
     for name, trials in by_precision.items():
         speeds = [trial.attributes.get("train_examples_per_second") or 0.0 for trial in trials]
+        seconds = sorted(map(whole_seconds, trials))
         differing = ", ".join(differing_formats(trials, record.definition))
         costs[name] = TrialCost(
             name,
             median(speeds) or None,
-            median(map(whole_seconds, trials)),
+            median(seconds),
             plural(len(trials), "complete trial") + (f", different in {differing}" if differing else ""),
+            spread_seconds=(seconds[0], seconds[-1]) if len(seconds) > 1 else None,
             checkpoint_bytes=max(trial.telemetry.get("checkpoint_bytes") or 0 for trial in trials) or None,
         )
     return costs
 
 
 def whole_seconds(trial: TrialRecord) -> float:
-    parts = ("setup_seconds", "compile_seconds", "train_seconds", "evaluation_seconds")
+    # The setup includes the compilation before the first step.
+    parts = ("setup_seconds", "late_compile_seconds", "train_seconds", "evaluation_seconds")
     return sum({**trial.telemetry, **trial.attributes}.get(part) or 0.0 for part in parts)
 
 
@@ -207,11 +227,14 @@ def measure_cost(
         raise RunError(f"{precision}: {MEASURED_STEPS} steps ended as {result.outcome}: {result.reason}")
     measured = {**result.telemetry, **result.headline}
     trial = build_trial_config(config, middle(config.search_space) | params, precision)
-    windows = executor.loader.tokens("train", trial).num_windows
+    split = executor.loader.tokens("train", trial)
+    windows = split.num_windows
     args, rate = training_args(config, trial, windows), measured["train_examples_per_second"]
     if rate is None:
         raise RunError(f"{precision}: each of {MEASURED_STEPS} steps compiled something: no speed is known.")
-    seconds = args.budget.max_seconds or (args.budget.max_steps or 0) * args.batch_size / rate
+    # A batch is of windows, of which an example may have several.
+    num_examples = (args.budget.max_steps or 0) * args.batch_size * len(split.examples) / windows
+    seconds = args.budget.max_seconds or num_examples / rate
     seconds += len(args.evaluate_at) * measured["evaluation_seconds"] + measured["setup_seconds"]
     run_seconds = measured["setup_seconds"] + measured["evaluation_seconds"]
     measured_by = f"{MEASURED_STEPS} steps"

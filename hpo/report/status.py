@@ -24,6 +24,7 @@ from hpo.study.reading.study_record import (
     best_trials,
     is_over,
     limit_counts,
+    lost_updates,
     lost_weights,
     nearest_message,
     unverified_precisions,
@@ -191,8 +192,9 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
 
 def record_warnings(record: StudyRecord) -> list[str]:
-    """Warn of trials with lost weights or an unverified precision."""
-    return [" ".join(pair) for pair in (*lost_weights(record), *unverified_precisions(record))]
+    """Warn of trials with lost weights or updates, or an unverified precision."""
+    facts = (lost_weights, lost_updates, unverified_precisions)
+    return [" ".join(pair) for fact in facts for pair in fact(record)]
 
 
 def num_shares(record: StudyRecord) -> int:

@@ -27,6 +27,9 @@ RECOMPILE_LIMIT = 32
 """Most graphs of one function; dynamo runs the rest uncompiled. Blocks share one function: with and without
 gradients, in several shapes, with autocast on and off, and in fp32."""
 
+_limit_before: list[int] = []
+"""The limit of the process, first, before `apply_compile` raised it."""
+
 
 def apply_compile(model: MultitaskModel, mode: str, scope: str = "model") -> MultitaskModel:
     """Compile the whole forward (`model`) or each transformer block (`layers`) in place.
@@ -37,14 +40,19 @@ def apply_compile(model: MultitaskModel, mode: str, scope: str = "model") -> Mul
     mode = WITHOUT_GRAPHS.get(mode, mode)
     # The graphs of earlier models would count towards the limit.
     torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    _limit_before.append(torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, _limit_before[0])
     for module in [model] if scope == "model" else encoder_layers(model.encoder):
         module.compile(mode=mode)
     return model
 
 
 def drop_compiled(device: DeviceInfo) -> None:
+    """Drop compiled code, and restore the limit of `apply_compile`."""
     torch._dynamo.reset()
+    if _limit_before:
+        torch._dynamo.config.recompile_limit = _limit_before[0]
+        _limit_before.clear()
     release_free_memory(device)
 
 

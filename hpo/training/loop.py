@@ -130,6 +130,7 @@ def train(
     first_step, batch, graphs = state.step, None, build_graphs(learner, args)
 
     model.train()
+    mixed_precision.follow(model)
     clock.start()
     while True:
         evaluates = budget.evaluations_due(state, args.evaluate_at) > state.num_evaluations
@@ -355,11 +356,15 @@ def backward(
 
     If the loss is not finite and the config has a fallback, `repeat_in_fp32` runs both passes instead.
     """
+    buffers = mixed_precision.buffers if mixed_precision.config.fallback_to_fp32 else None
+    before = buffers.copy() if buffers else []
     with mixed_precision.autocast():
         loss = loss_of()
     if not mixed_precision.falls_back(loss):
         mixed_precision.scaler.scale(loss).backward()
         return loss.detach()
+    if buffers:
+        buffers.restore(before)
     loss = repeat_in_fp32()
     if not bool(torch.isfinite(loss)):  # no fault of the precision
         mixed_precision.step_fallbacks -= 1
@@ -405,8 +410,9 @@ def apply_gradients(
     elif clips:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     found_inf = mixed_precision.record_step(loss, norm)
-    if scaler.is_enabled():
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        step_unless(optimizer, found_inf)
+    with mixed_precision.counting_moves(parameters):
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+            mixed_precision.update_scale()
+        else:
+            step_unless(optimizer, found_inf)

@@ -22,6 +22,7 @@ from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.outcome import Progress
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.effective import Agreement, Observation
+from hpo.precision.sums import float32_sums
 from hpo.tasks.kind import Task
 from hpo.training import distributed
 from hpo.training.budget import TrainState
@@ -101,7 +102,7 @@ class BaseRun(ABC):
         recorder.follow(lambda: {"checkpoint_problems": list(store.problems)})
         precision, amp = self.parts.resolution.precision, self.parts.config.amp
         self.mixed_precision = MixedPrecision(precision, amp, device)
-        with backend_flags(precision, amp), store as self.store:
+        with backend_flags(precision, amp), float32_sums(precision), store as self.store:
             yield
 
     @abstractmethod

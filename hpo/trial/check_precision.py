@@ -23,6 +23,7 @@ from hpo.errors import InputError
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision, has_bf16_weights
 from hpo.precision.conditions import training_without_dropout, unchanged
+from hpo.precision.sums import PLAIN_SUMS, summed
 from hpo.precision.table import PRECISIONS, AmpConfig, canonical_precision, support
 from hpo.random_numbers import held_generators, same_random_numbers, seed_all
 from hpo.trial.compat import Compatibility, judge
@@ -80,7 +81,8 @@ def check_precision(
             amp.precision = check.measurement.fitting(amp.precision)
             check = replace(check, costs=_costs_of(model, amp, work, repeats))
     emulated = (f"{supported.reason} It is emulated here.",) if supported.level == "emulated" else ()
-    return replace(check, reasons=(*check.reasons, *emulated))
+    own = f"Gradients of {', '.join(sorted(summed))} were summed in fp32, as in trials of hpo. {PLAIN_SUMS}"
+    return replace(check, reasons=(*check.reasons, *([own] if summed else []), *emulated))
 
 
 def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -> Costs | None:

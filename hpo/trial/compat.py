@@ -114,6 +114,14 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
             if cosine < bound:
                 reasons.append(f"gradients differ from fp32's: cosine {cosine:.3f}, under {bound:g}.")
                 break
+    lost = {
+        one: share
+        for one, share in measurement.gradient_shares.items()
+        if share < bounds.degraded_gradient_share
+    }
+    if lost:
+        shares = ", ".join(f"{share:.0%} of {one}" for one, share in lost.items())
+        degraded.append(f"gradients are smaller than fp32's: {shares} left.")
     is_float8 = PRECISIONS[name].float8 and not measurement.error
     if is_float8 and (none := no_float8(measurement.observed)):
         incompatible.append(none)

@@ -16,6 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, float32_buffers, prepare_model
 from hpo.precision.conditions import SameDraws, training_without_dropout, unchanged
 from hpo.precision.effective import Agreement, Observation, observe_model
+from hpo.precision.sums import float32_sums
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 from hpo.random_numbers import generator_states, held_generators, same_random_numbers, seed_all
 from hpo.training.compilation import drop_compiled
 from hpo.trial.first_nonfinite import FirstNonfinite, is_finite
 from hpo.trial.parts import TrialParts
 
-MEASUREMENT_VERSION = 14
+MEASUREMENT_VERSION = 15
 """Raise it when the measurement changes. Cached results of another version are measured again."""
 
 REPEATS = 1e-3
@@ -73,6 +75,8 @@ class Measurement:
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task or output: ||y - y32|| / ||y32||}."""
     gradient_cosine: float | None = None
+    gradient_shares: dict[str, float] = field(default_factory=dict)
+    """{parameter: share of fp32's gradient that is left}, the three smallest (`gradient_share`)."""
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
     agrees: bool | None = None
@@ -162,7 +166,8 @@ class Side:
     @contextlib.contextmanager
     def flags(self) -> Iterator[None]:
         own = self.work.reference_flags(self.model) if self.is_reference else contextlib.nullcontext()
-        with backend_flags(self.mixed_precision.precision, self.mixed_precision.config), own:
+        amp = self.mixed_precision
+        with backend_flags(amp.precision, amp.config), float32_sums(amp.precision), own:
             yield
 
     def run(self) -> _Pass:
@@ -318,6 +323,8 @@ def _measure_sides(
     )
     if candidate is None or reference is None or not measurement.finite:
         return measurement
+    pairs = ((name, one, reference.gradients.get(name)) for name, one in candidate.gradients.items())
+    shares = {name: gradient_share(one, other) for name, one, other in pairs if other is not None}
     return replace(
         measurement,
         logits_relative_error={
@@ -326,6 +333,7 @@ def _measure_sides(
             if name in candidate.logits and candidate.logits[name].shape == value.shape
         },
         gradient_cosine=_cosine(candidate.gradients, reference.gradients),
+        gradient_shares=dict(sorted(shares.items(), key=itemgetter(1))[:3]),
     )
 
 
@@ -405,6 +413,21 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     norm = float(reference.double().norm())
     difference = float((value.double() - reference.double()).norm())
     return difference / norm if norm else difference
+
+
+def gradient_share(gradient: Tensor, reference: Tensor) -> float:
+    """Return the share s of the reference that is left, gradient = s reference + noise; at most 1.
+
+    Rounding is noise: it takes nothing off the mean. A sum that stops growing or an underflow does. Five
+    standard errors count for the gradient, which grow with the noise and fall with the number of values.
+    """
+    one, other = gradient.double().flatten(), reference.double().flatten()
+    norm = float(other @ other)
+    if len(other) < 16 or not norm:  # its noise is unknown
+        return 1.0
+    share = float(one @ other) / norm
+    noise = float((one - share * other).norm())
+    return min(1.0, share + 5 * noise / math.sqrt(len(other) * norm))
 
 
 def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float | None:

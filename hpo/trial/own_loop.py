@@ -49,6 +49,7 @@ class Amp:
         self._trial = trial
         self._model = model
         self._mixed_precision = trial.mixed_precision
+        self._mixed_precision.follow(model)
 
     def step(
         self,
@@ -269,8 +270,10 @@ class Run:
     def report(self, metrics: Mapping[str, float], done: float | None = None) -> None:
         """Store an evaluation of the trial: a number for each metric, by the names of objectives and limits.
 
-        The trial may end here: the pruner stops it, it breaks a limit, or a metric is not finite. A metric
-        with `/` in its name belongs to a task. A loop without `run.steps` gives `done`, and pauses here.
+        The trial may end here: the pruner stops it, it breaks a limit, or a metric is not finite. If weights
+        and losses are finite, the metric is at fault (`invalid`), or else the training (`nonfinite`). A
+        metric with `/` in its name belongs to a task. A loop without `run.steps` gives `done`, and pauses
+        here.
 
         Args:
             done: the finished share of the training, above 0 and at most 1; None: the share of `run.steps`,
@@ -279,7 +282,15 @@ class Run:
         with self._trial.ending():
             if done is not None and not 0 < done <= 1:
                 raise InputError(f"run.report: `done` must be above 0 and at most 1, but got {done!r}.")
-            self._trial.report(_checked(metrics), done)
+            checked = _checked(metrics)
+            if broken := [name for name, value in checked.items() if not math.isfinite(value)]:
+                end = Nonfinite if self._trial.may_be_nonfinite() else Invalid
+                at_fault = "" if end is Nonfinite else "Weights and losses are finite. "
+                raise end(
+                    f"a reported metric must be finite, but {broken[0]} is {checked[broken[0]]}. {at_fault}"
+                    "Leave a metric out where it is not defined."
+                )
+            self._trial.report(checked, done)
 
     def count_step(self, num_examples: int) -> None:
         """Count an optimiser step of a loop without `amp.step`. The trial may stop here."""
@@ -290,7 +301,7 @@ class Run:
 
 
 def _checked(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics as floats. Raises InputError, and Nonfinite for NaN and infinity."""
+    """Return the metrics as floats. Raises InputError."""
     if not isinstance(metrics, Mapping) or not metrics:
         raise InputError(f"run.report: must be given a mapping of names to numbers, but got {metrics!r}.")
     checked: dict[str, float] = {}
@@ -305,9 +316,4 @@ def _checked(metrics: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(number, bool) or not isinstance(number, numbers.Real):
             raise InputError(f"run.report: `{name}` must be a number, but got {value!r}.")
         checked[name] = float(number)
-    if broken := [name for name, value in checked.items() if not math.isfinite(value)]:
-        raise Nonfinite(
-            f"a reported metric must be finite, but {broken[0]} is {checked[broken[0]]}. Leave a metric out "
-            "where it is not defined."
-        )
     return checked

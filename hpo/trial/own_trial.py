@@ -35,6 +35,7 @@ from hpo.training.evaluate import Evaluation
 from hpo.training.float32_optimizer import state_facts
 from hpo.training.throughput import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
+from hpo.trial.first_nonfinite import is_finite
 from hpo.trial.objectives import task_and_name
 from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
 
@@ -306,6 +307,13 @@ class OwnTrial(BaseRun):
         if self.callbacks.should_stop():
             saved = "its last checkpoint" if self.keeps else "its start"
             raise Preempted(f"told to stop after step {self.state.step}; the trial goes on from {saved}.")
+
+    def may_be_nonfinite(self) -> bool:
+        """Return whether a loss since the last report or a weight is not finite, or no weight is known."""
+        modules = [*self.modules.values(), *([] if self.prepared is None else [self.prepared])]
+        weights = [one for module in modules for one in module.parameters() if one.is_floating_point()]
+        loss = self.state.loss_sum if self.state.num_losses else 0.0
+        return not (weights and math.isfinite(loss) and all(map(is_finite, weights)))
 
     def count_step(self, loss: Tensor | None, num_examples: float) -> None:
         """Count an optimiser step; without a loss it was made by another library. NaN: unknown examples."""

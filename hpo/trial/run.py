@@ -122,7 +122,9 @@ class TrialRun(BaseRun):
         apply(parts.model)
         compile_shapes(parts.model, parts.loss_fn, parts.batch, self.mixed_precision, self.state)
         seconds = time.perf_counter() - started
-        self.recorder.follow(lambda: {"compile_seconds": seconds + clock.seconds})
+        self.recorder.follow(
+            lambda: {"compile_seconds": seconds + clock.seconds, "late_compile_seconds": clock.seconds}
+        )
         clock.start()
 
     def _observe_compiled(self, seen: Observation) -> Agreement:

@@ -77,6 +77,7 @@ def training_facts(
         "throughput": meter.summary() | {"evaluation_examples_per_second": evaluation_rate},
         "fp32_fallbacks": scaler.pop("fp32_fallbacks"),
         "scaler": scaler,
+        "moved_share": mixed_precision.moved_share(),
         "micro_batch_size": state.micro_batch_size,
         "oom_halvings": state.oom_halvings,
         "cuda_graphs": {"num_shapes": state.num_graphs, "problem": state.graph_problem},

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hpo.models.batch_independence import check_texts_are_independent
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import HeadSettings, build_model
 
+FIXED = torch.eye(32) / 100
 TINY: dict[str, Any] = {"hidden_size": 32, **SIZES, "max_position_embeddings": 256}
 BIG_BIRD = {**TINY, "model_type": "big_bird", "block_size": 4}
 LIKE_BERT = ("deberta", "ernie", "esm", "ibert", "megatron-bert", "roformer", "xlm-roberta")
@@ -98,6 +100,52 @@ class MixedStates(nn.Module):
 def test_other_modules_are_measured(mix: Any, message: str) -> None:
     with pytest.raises(ModelError, match=f"^encoder: MixedStates must .*{message}"):
         build(MixedStates(mix))
+
+
+def mean_of_text(states: Tensor, mask: Tensor) -> Tensor:
+    """Add the mean over a text's own tokens: rounding depends on the padded length."""
+    weights = mask.to(states) / mask.sum(1, keepdim=True) / states.shape[1] * 3
+    return states + (states * weights).sum(1, keepdim=True) * states.shape[1] / 3
+
+
+def float32_inside(states: Tensor, mask: Tensor) -> Tensor:
+    """Norm the states in fp32, as many decoders do in any format."""
+    sums = mean_of_text(1e4 + states, mask).float()
+    return ((sums - sums.mean(-1, keepdim=True)) * sums.var(-1, keepdim=True).rsqrt()).to(states.dtype)
+
+
+def leak_under_constants(states: Tensor, mask: Tensor) -> Tensor:
+    """A leak of other texts that is as small as the rounding."""
+    return float32_inside(states + 1e-4 * states.mean((0, 1)), mask)
+
+
+def longer_text_in_another_way(states: Tensor, mask: Tensor) -> Tensor:
+    """Depends on the padded length, and not on the padding."""
+    return float32_inside(states, mask) + (0.01 * states if states.shape[1] > 8 else 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_is_named_and_not_refused(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(seed)
+    model = build(MixedStates(float32_inside))
+    assert re.search(r"^\w.*: rounding in fp32 changes a text's values by \d", caplog.messages[0])
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mix", [leak_under_constants, longer_text_in_another_way])
+def test_leaks_beside_large_constants_are_refused(mix: Any) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match="beside a longer one"):
+        build(MixedStates(mix))
+
+
+def test_rounding_of_an_encoder_that_has_no_fp64(caplog: pytest.LogCaptureFixture) -> None:
+    def fp32_alone(states: Tensor, mask: Tensor) -> Tensor:
+        return float32_inside(states, mask) + torch.linalg.multi_dot([states[0], FIXED, FIXED])
+
+    torch.manual_seed(0)
+    build(MixedStates(fp32_alone))
+    assert "rounding in fp32" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "max", "attention", "last"])

@@ -82,3 +82,16 @@ def test_table_with_another_result_is_left_alone(change: str) -> None:
         model.bfloat16()
     compact_vocabulary(model, change if change.startswith("ada") else "adamw", USED)
     assert type(model.encoder.get_input_embeddings()) is nn.Embedding
+
+
+def test_token_without_a_row() -> None:
+    """A callback of the user may look up any token."""
+    whole, compact = model_of(), compacted()
+    for model in (whole, compact):
+        train(model, "adamw")
+    ids = torch.tensor([[7, 50, 90, 60]])
+    ours, theirs = (one.encoder.get_input_embeddings() for one in (compact, whole))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids), theirs(ids), rtol=1e-5, atol=1e-7)
+    with pytest.raises(IndexError, match="Token 50 is in no text of the data"):
+        ours(ids)

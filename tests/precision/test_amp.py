@@ -24,6 +24,7 @@ from hpo.precision.amp import (
 )
 from hpo.precision.frozen import FrozenLinear
 from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.training.loop import apply_gradients
 
 FINITE, INF = torch.tensor(1.0), torch.tensor(math.inf)
 
@@ -281,3 +282,49 @@ def test_fp32_repeat_has_buffers_in_fp32() -> None:
     model = prepare_model(parametrizations.spectral_norm(nn.Linear(4, 4)), PRECISIONS["bf16-true"])
     with amp_of("bf16-true").float32(model) as call:
         assert call(torch.ones(2, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(1e-2, 0.95, 1.0), (1e-5, 0.005, 0.5), (0.0, 0.0, 0.0)])
+def test_share_of_bf16_weights_that_steps_move(rate: float, least: float, most: float) -> None:
+    """Adam moves each weight by about `rate`. Against a count of all weights after all steps."""
+    torch.manual_seed(0)
+    weight, other = (
+        nn.Parameter(torch.randn(100, 100).bfloat16() / 20),
+        nn.Parameter(torch.ones(3).bfloat16()),
+    )
+    amp, optimizer = amp_of("bf16-true"), torch.optim.Adam([weight, other], lr=rate)
+    shares = []
+    for _ in range(20):
+        weight.grad, before = torch.randn(100, 100).sign().bfloat16(), weight.detach().clone()
+        apply_gradients([weight, other], optimizer, FINITE, amp, 0.0)
+        shares.append(float((weight != before).float().mean()))
+    found = amp.moved_share()
+    assert found is not None
+    assert least <= found <= most
+    assert abs(found - sum(shares) / len(shares)) < 0.1
+
+
+def test_weights_in_fp32_are_not_counted() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    amp, optimizer = amp_of("bf16"), torch.optim.SGD([weight], lr=0.1)
+    for _ in range(4):
+        weight.grad = torch.ones(4)
+        apply_gradients([weight], optimizer, FINITE, amp, 0.0)
+    assert amp.moved_share() is None
+
+
+@pytest.mark.parametrize(("first", "least"), [(1024.0, 1e-37), (1.0, 1.0), (0.5, 1.0)])
+def test_loss_scale_never_becomes_zero(first: float, least: float) -> None:
+    """PyTorch's scaler at 0 divides by it, and writes NaN into the weights."""
+    amp = amp_of("fp16", init_scale=first, backoff_factor=1e-30, min_scale=least)
+    weight = nn.Parameter(torch.tensor(1.0))
+    optimizer, scales = torch.optim.SGD([weight], lr=0.1), []
+    for factor in (math.inf, math.inf, math.inf, 1.0):
+        optimizer.zero_grad()
+        amp.scaler.scale(weight * factor).backward()
+        apply_gradients([weight], optimizer, FINITE, amp, 0.0)
+        scales.append(amp.scaler.get_scale())
+    assert min(scales) == pytest.approx(min(first, least))
+    assert float(weight.detach()) == pytest.approx(0.9)
+    with pytest.raises(Nonfinite, match="loss scale at its floor"):
+        amp.check()

@@ -2,10 +2,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.study_records import fake_record, fake_trial, tables_of, with_values
+from support.study_records import fake_record, fake_trial, record_of, tables_of, with_values
 
-from hpo.report.best_screens import constant_warnings
+from hpo.report.best_screens import best_as_json, constant_warnings
 from hpo.report.caveats import caveats
+from hpo.report.status import study_status
 from hpo.study.reading.study_record import TrialRecord
 
 
@@ -80,3 +81,26 @@ def test_the_best_trial_may_be_no_better_than_a_constant(
         warning
     )
     assert [one.text for one in caveats(tables) if "constant" in one.text] == warnings
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"scaler": {"skipped_steps": 30}, "num_steps": 40}, "trial 0 skipped 30 of 40 (75%)"),
+        ({"scaler": {"skipped_steps": 3}, "num_steps": 40}, "trial 0 skipped 3 of 40 (8%)"),
+        ({"moved_share": 0.123}, "Steps moved few weights in bf16: 12% in trial 0."),
+        ({"scaler": {"skipped_steps": 2}, "num_steps": 40, "moved_share": 0.9}, ""),
+        ({"scaler": {"skipped_steps": None}, "num_steps": 40}, ""),
+    ],
+)
+def test_lost_updates_are_named_wherever_the_trial_is(facts: dict[str, Any], text: str) -> None:
+    trial = fake_trial(0, "fp16")
+    trial.telemetry.update(facts)
+    record = record_of([trial])
+    shown = {
+        "best": best_as_json(record)["warnings"],
+        "status": study_status(record)["warnings"],
+        "report": [notice.text for notice in caveats(tables_of([trial]))],
+    }
+    for screen, warnings in shown.items():
+        assert any(text in one for one in warnings) if text else "teps" not in " ".join(warnings), screen

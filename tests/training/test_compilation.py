@@ -6,10 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from support.tiny import CPU
 from support.tiny_encoders import make_model
 
 from hpo.precision.effective import compiled_modules
-from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile
+from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile, drop_compiled
 from hpo.training.throughput import CompileClock
 
 
@@ -46,6 +47,7 @@ def test_clock_counts_only_compilation(now: list[float]) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 def test_compiled_modules_of_a_scope(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 5)
     layers = ["encoder.encoder.layer.0", "encoder.encoder.layer.1"]
     for scope, names in (("model", [""]), ("layers", layers)):
         compile_ = Mock(side_effect=lambda function, **_: function)
@@ -57,3 +59,7 @@ def test_compiled_modules_of_a_scope(mode: str, monkeypatch: pytest.MonkeyPatch)
         assert compiled_modules(model) == names
         assert [call.kwargs for call in compile_.call_args_list] == [{"mode": mode}] * len(names)
         assert list(model.state_dict()) == keys
+    drop_compiled(CPU)
+    assert torch._dynamo.config.recompile_limit == 5
+    drop_compiled(CPU)
+    assert torch._dynamo.config.recompile_limit == 5

@@ -1,6 +1,7 @@
 """`hpo.check_precision`: any module, any loss."""
 
 import random
+import re
 import threading
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import hpo
 from hpo.errors import InputError
+from hpo.trial.measure import gradient_share
 
 
 class ConvNet(nn.Module):
@@ -206,3 +208,59 @@ def test_outputs_of_another_shape_are_not_compared() -> None:
     model = Wrapped(lambda model, x: model.linear(x)[model.linear(x)[:, 0] > model.linear(x)[:, 0].median()])
     rows = torch.randn(8, 4)
     assert hpo.check_precision(model, squares, rows, "bf16", repeats=1).verdict in ("ok", "degraded")
+
+
+class Tagger(nn.Module):
+    """A norm of bf16 states, and token types as BERT has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types, self.first = nn.Embedding(2, 16), nn.Linear(16, 16)
+        self.norm, self.last = nn.LayerNorm(16), nn.Linear(16, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        types = self.types(torch.zeros(rows.shape[:-1], dtype=torch.long))
+        result: Tensor = self.last(self.norm(self.first(rows + types)))
+        return result
+
+
+class Recurrent(nn.Module):
+    """A bias that each step adds, so autograd sums as many gradients in the format of the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bias = nn.Linear(16, 16), nn.Parameter(torch.zeros(16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.cat([one + self.bias for one in self.first(rows).split(1)])
+
+
+def total(model: nn.Module, rows: Tensor) -> Tensor:
+    return (model(rows).float() - 10).square().sum()
+
+
+@pytest.mark.parametrize(("precision", "sums"), [("bf16", {"layer_norm"}), ("bf16-true", {"embedding"})])
+def test_long_sums_of_a_check_are_in_fp32(precision: str, sums: set[str]) -> None:
+    check = hpo.check_precision(Tagger(), total, torch.randn(64, 50, 16), precision, repeats=1)
+    assert check.verdict == "ok", check
+    assert min(check.measurement.gradient_shares.values()) > 0.98
+    assert any(
+        "summed in fp32" in reason and sums <= {*re.findall(r"\w+", reason)} for reason in check.reasons
+    )
+
+
+def test_check_names_a_gradient_with_a_sum_that_stops() -> None:
+    check = hpo.check_precision(Recurrent(), total, torch.randn(2000, 16), "bf16-true", repeats=1)
+    assert check.verdict == "degraded", check
+    assert any(re.search(r"\d+% of bias left", reason) for reason in check.reasons), check
+
+
+def test_rounding_takes_nothing_off_a_gradient() -> None:
+    draw = torch.Generator().manual_seed(0)
+    exact = torch.randn(1000, generator=draw)
+    noisy = exact + torch.randn(1000, generator=draw)
+    assert gradient_share(exact.bfloat16().float(), exact) > 0.999
+    assert gradient_share(noisy, exact) == 1.0
+    assert gradient_share(noisy / 2, exact) < 0.8
+    assert gradient_share(torch.randn(1000, generator=draw), 1e-6 * exact) == 1.0  # nothing but noise
+    assert gradient_share(0 * exact, exact) == 0.0

@@ -185,7 +185,29 @@ STEP = "            amp.step(loss_of_batch, (ROWS[rows], CLASSES[rows]), optimiz
 @pytest.mark.parametrize("step", [STEP.replace("],", "]*torch.inf,"), "run.report({'accuracy': torch.nan})"])
 def test_function_cannot_swallow_the_end(tmp_path: Path, step: str) -> None:
     careless = f"{' ' * 12}try: {step.strip()}\n{' ' * 12}except Exception: pass"
-    assert run(own_executor(tmp_path, changed(STEP, careless))).outcome == "nonfinite"
+    assert run(own_executor(tmp_path, changed(STEP, careless))).outcome in ("nonfinite", "invalid")
+
+
+UNDEFINED = changed('{"accuracy": accuracy(model, amp)}', '{"accuracy": math.nan}')
+NAN_WEIGHT = UNDEFINED.replace(
+    "        run.report(", "        nn.init.constant_(model[0].weight, math.nan)\n        run.report("
+)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("loop", "outcome"),
+    [
+        (UNDEFINED, "invalid"),
+        (NAN_WEIGHT, "nonfinite"),
+        # Nothing is known of the training.
+        ("@hpo.trial\ndef train(run):\n    run.report({'accuracy': math.inf})", "nonfinite"),
+    ],
+)
+def test_metric_that_is_not_finite(tmp_path: Path, loop: str, outcome: str, precision: str) -> None:
+    result = run(own_executor(tmp_path, f"import math\n{loop}"), fp_precision=precision)
+    assert (result.outcome, result.telemetry.get("finite_in_fp32")) == (outcome, None)
+    assert "a reported metric must be finite" in result.reason
 
 
 def test_nonfinite_step_is_repeated_in_fp32(tmp_path: Path) -> None:
@@ -415,3 +437,44 @@ def test_check_leaves_all_generators(tmp_path: Path, precision: str) -> None:
     result = run(own_executor(tmp_path, NUMPY), fp_precision=precision)
     assert result.outcome == "complete", result.reason
     assert result.telemetry["compatibility"]["verdict"] == "ok"
+
+
+NORMED = """
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.types, self.first, self.norm = nn.Embedding(2, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+    def forward(self, ids):
+        return self.norm(self.first(self.types(ids)))
+
+class Keeping(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.save([one.grad.float() for one in self.param_groups[0]["params"]], FILE)
+
+def loss_of_normed(model, ids):
+    wanted = 1 + torch.randn(8, generator=torch.Generator().manual_seed(1))
+    return (model(ids).float() * wanted).sum()
+
+@hpo.trial
+def train(run):
+    model, ids = Normed(), torch.arange(4000) % 2
+    amp = run.prepare(model, loss_of_normed, ids[:4])
+    run.keep(model=model)
+    for _ in run.steps(1):
+        amp.step(loss_of_normed, ids, Keeping(model.parameters(), lr=0.0))
+        run.report({"accuracy": 0.5})
+"""
+
+
+def test_gradients_of_norms_and_embeddings_are_those_of_fp32(tmp_path: Path) -> None:
+    found = {}
+    for precision in ("fp32", "bf16", "bf16-true"):
+        file = tmp_path / precision
+        code = f"FILE = {str(file)!r}\n{NORMED}"
+        executor = own_executor(tmp_path, code, training={"seed": 3, "max_grad_norm": None})
+        assert run(executor, fp_precision=precision).outcome == "complete"
+        found[precision] = torch.load(file)
+    exact = found.pop("fp32")
+    for gradients in found.values():
+        for one, other in zip(gradients, exact, strict=True):
+            assert (one - other).norm() < 0.05 * other.norm()

@@ -16,6 +16,11 @@ from hpo.study.sampling.fronts import loss_signs, pareto_front
 from hpo.study.sampling.promotion import is_at_rung
 from hpo.study.store.schema import EvaluationRow
 
+MOST_SKIPPED = 0.05
+"""Largest share of skipped steps of a trial without a warning."""
+LEAST_MOVED = 0.5
+"""Smallest share of weights in bf16 that a trial's steps move without a warning."""
+
 
 @dataclass(frozen=True)
 class TrialRecord:
@@ -190,6 +195,26 @@ def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
             "Their values are right, but the stored model is that of an older evaluation, or there is none.",
         )
     ]
+
+
+def lost_updates(record: StudyRecord) -> list[tuple[str, str]]:
+    """Return a sentence on trials that skipped steps or rounded their updates away, and its meaning."""
+    skips, still = [], []
+    for trial in record.trials:
+        skipped = (trial.telemetry.get("scaler") or {}).get("skipped_steps") or 0
+        num_steps, moved = trial.telemetry.get("num_steps") or 0, trial.telemetry.get("moved_share")
+        if num_steps and skipped / num_steps > MOST_SKIPPED:
+            skips.append(f"trial {trial.number} skipped {skipped} of {num_steps} ({skipped / num_steps:.0%})")
+        if moved is not None and moved < LEAST_MOVED:
+            still.append(f"{moved:.0%} in trial {trial.number}")
+    pairs = []
+    if skips:
+        text = f"Steps were skipped, because gradients were not finite: {first_names(skips, 8)}."
+        pairs.append((text, "A skipped step teaches nothing. Lower `init_scale`, or use bf16 or fp32."))
+    if still:
+        text = f"Steps moved few weights in bf16: {first_names(still, 8)}. Smaller updates round to nothing."
+        pairs.append((text, "Raise `learning_rate`, or use `bf16`, which keeps the weights in fp32."))
+    return pairs
 
 
 def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ machine or on another.
 """
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from hpo.study.store.failures import DATABASE_ERRORS
 from hpo.study.store.process import this_machine
 from hpo.study.store.schema import claims, studies, workers
 from hpo.study.store.storage import Storage, count_trials
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,5 +124,8 @@ def watching(
             yield
         finally:
             leaving.set()
-            repeating.result()  # raises an exception of the thread
-            show(watch.read())
+            try:
+                repeating.result()  # raises an exception of the thread
+                show(watch.read())
+            except Exception as error:  # of the display: the result of the block counts
+                _logger.warning("The display of the trials failed: %s: %s", type(error).__name__, error)

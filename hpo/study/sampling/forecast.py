@@ -5,9 +5,10 @@ grows with the share of the trial's budget. The two are measured apart: a start 
 may spend most of its time on the setup, and 25 such starts take much longer than a whole trial.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from hpo.study.sampling.promotion import (
@@ -138,6 +139,26 @@ def forecast(
         # More trials never need less time. A rounding error is no reason to leave one out.
         num_new = bisect_right(range(1, most + 1), seconds * (1 + 1e-9), key=needed) if cost else min(1, most)
     return Forecast(num_new, stages_left(promotion, rungs, num_starts + num_new))
+
+
+def most_whole_trials(promotion: Promotion, num_starts: int) -> float:
+    """Return the training of new trials, in whole trials, that 19 of 20 random orders of results stay under.
+
+    The best trials of a rung continue at once. So more than the promised share continue if results improve.
+    """
+    generator, totals = Random(0), list[float]()
+    for _ in range(max(20, min(200, 20_000 // max(1, num_starts)))):
+        arriving, begin, total = generator.sample(range(num_starts), num_starts), 0.0, 0.0
+        for rung, at_least in zip(promotion.rungs, promotion.at_least, strict=True):
+            if rung in promotion.used:
+                ranked, promoted = list[int](), dict[int, None]()
+                for number, result in enumerate(arriving, 1):
+                    insort(ranked, result)
+                    promoted |= dict.fromkeys(ranked[: number // promotion.reduction_factor])
+                total, begin = total + len(arriving) * (rung - begin), rung
+                arriving = [*(promoted | dict.fromkeys(ranked[:at_least]))]
+        totals.append(total + len(arriving) * (1 - begin))
+    return sorted(totals)[int(0.95 * len(totals))]
 
 
 def seconds_ahead(

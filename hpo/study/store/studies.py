@@ -141,10 +141,12 @@ def _best_fitting(
     left_out: set[str] = set()
     for trial in _ranked_trials(storage, config, earlier.study):
         fits = fitting(config.search_space, trial.params)
-        left_out |= trial.params.keys() - fits.keys()
+        lacking = sorted(trial.params.keys() - fits.keys())
+        left_out |= {*lacking}
         if fits and fits not in used:
             used.append(fits)
-            yield fits, f"trial {trial.number} of {earlier.study}"
+            without = f" without its {', '.join(lacking)}" if lacking else ""
+            yield fits, f"trial {trial.number} of {earlier.study}{without}"
         if len(used) == earlier.top:
             break
     if left_out or len(used) < earlier.top:

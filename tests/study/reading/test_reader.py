@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -22,7 +23,7 @@ from hpo.study.reading.detailed_evaluations import (
 from hpo.study.reading.overview import StudyOverview, list_studies
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import with_evaluation
-from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of
+from hpo.study.reading.watch import StudyProgress, StudyWatch, outcome_of, watching
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.optuna_internals import params, user_attributes
@@ -216,3 +217,17 @@ def test_a_damaged_definition_is_one_error(
         connection.execute(sa.update(studies).values(definition=text))
     with pytest.raises(StorageError, match="The definition of the study `tiny` is damaged: "):
         read(storage, "tiny")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_error_of_the_display_never_replaces_the_result(
+    fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def show(_: StudyProgress) -> None:
+        raise OSError("no terminal")
+
+    block = pytest.raises(KeyError, match="of the block") if fails else nullcontext()
+    with block, watching(Mock(), show, 1e-3):
+        if fails:
+            raise KeyError("of the block")
+    assert caplog.messages == ["The display of the trials failed: OSError: no terminal"]

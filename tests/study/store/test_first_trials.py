@@ -86,6 +86,10 @@ def test_the_best_earlier_trials_are_tried_without_unfitting_settings(
         *({name: ranked[index].params[name] for name in space} for index in (1, 2)),
     ]
     assert "left out, as they do not fit: `batch_size`, `learning_rate`." in caplog.text
+    assert [trial.attributes["source"] for trial in read_study(storage, "tiny").trials[:3]] == [
+        f"trial {ranked[0].number} of earlier without its batch_size, learning_rate",
+        *(f"trial {ranked[index].number} of earlier without its batch_size" for index in (1, 2)),
+    ]
 
 
 @pytest.mark.parametrize(
