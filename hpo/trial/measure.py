@@ -31,12 +31,13 @@ from hpo.lost_device import raise_if_lost
 from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.effective import Agreement, Observation, observe_model, restored
+from hpo.precision.effective import observe_model, restored
+from hpo.precision.observation import Agreement, Observation
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import drop_compiled
 from hpo.trial.parts import TrialParts
 
-MEASUREMENT_VERSION = 13
+MEASUREMENT_VERSION = 14
 """Raise it when the measurement changes. Cached results of another version are measured again."""
 
 BEFORE_COMPILE = (
