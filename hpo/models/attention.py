@@ -29,6 +29,8 @@ from transformers.masking_utils import AttentionMaskInterface, bidirectional_mas
 from hpo.models.dropout import DropoutMaskGenerator, is_fast_here, masked
 
 NAME = "hpo_sdpa"
+CASTS_INPUTS_UP = True
+"""For `hpo.precision.effective`: products in fp32 here have inputs cast to it, as in PyTorch's attention."""
 
 OTHER_ATTENTION = ("is_causal", "position_bias", "softcap", "s_aux")
 """Options of transformers' attention functions that change the result."""

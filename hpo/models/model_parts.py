@@ -22,7 +22,7 @@ from hpo.errors import ModelError, did_you_mean
 from hpo.models.attention import FLASH
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.effective import Observation
+from hpo.precision.observation import Observation
 from hpo.precision.parts import run_as_before, run_in_float32
 from hpo.precision.table import Precision
 

@@ -2,7 +2,7 @@
 
 The compiler fuses operators and picks kernels, so no product can be called alone. But weights can be changed.
 They are rounded to two bits of fraction, and every second value is changed by a relative 2^-k. In a format
-too narrow for the change (see `hpo.precision.effective`), loss, gradients and logits stay the same bit for
+too narrow for the change (see `hpo.precision.planted`), loss, gradients and logits stay the same bit for
 bit; in a wider one, some of them change. The shapes are the trial's, so nothing is compiled again.
 
 1. All weights are changed by a term too small for their formats. No result may change.
@@ -23,16 +23,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hpo.precision.effective import (
-    NO_PRODUCT,
-    TF32_UNSEEN,
-    Agreement,
-    Observation,
-    restored,
-    some,
-)
+from hpo.precision.conditions import unchanged
 from hpo.precision.frozen import FrozenLinear
+from hpo.precision.observation import NO_PRODUCT, TF32_UNSEEN, Agreement, Observation, some
 from hpo.precision.table import Precision
+from hpo.random_numbers import same_random_numbers
 
 MODES = ("training", "evaluation")
 Results = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -95,9 +90,13 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
 
     The compiler treats weights of one class, shape and format alike. One of each is changed alone.
     """
-    # A change of a shared weight shows in the parts in fp32, whatever its other products are.
+    # A change of a shared weight shows in the parts in fp32, whatever its other products are. Only the eager
+    # model shows the products of buffers.
+    parameters = dict(model.named_parameters())
     formats = {
-        name: seen.expected(name, precision) for name in seen.products if name not in seen.shared_weights
+        name: seen.expected(name, precision)
+        for name in seen.products
+        if name in parameters and name not in seen.shared_weights
     }
     carriers = {name: _carrier(model, name) for name in formats}
     for name, tensor in carriers.items():
@@ -105,7 +104,7 @@ def observe_compiled(model: nn.Module, step: Step, precision: Precision, seen: O
             return Agreement(None, f"compiled, {name} is quantised, so that its products cannot be measured.")
 
     def outputs() -> Results:
-        with restored(model):  # a step in training mode may change buffers
+        with unchanged(model), same_random_numbers():  # a step in training mode may change buffers
             return step()
 
     with _on_grid(model, carriers) as change:

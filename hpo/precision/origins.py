@@ -4,9 +4,13 @@ Each tensor of a pass has an origin: weights, constants, data, or a mixture of w
 of weights and constants is a weight, a tensor made of data an activation. A mixture may be either, such as a
 weight with a computed mask or hidden states with an added scale. If it may be a matrix to multiply by, it
 counts as a weight without a measurement.
+
+Buffers and tensors among the attributes of a module are constants with a name. A mixture of these with data
+is data: many are masks and positions.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +26,7 @@ _NO_COPY = re.compile(r"^new_|_like$|^lift_fresh$")
 
 
 class Weight(NamedTuple):
-    """A parameter, or a tensor made of one."""
+    """A parameter, a buffer or an attribute, or a tensor made of one."""
 
     name: str
     narrowest: str
@@ -59,9 +63,12 @@ class Origins:
             for tensor in plain_tensors(parameter):
                 self.weights[storage(tensor)] = Weight(name, WIDEST_FIRST[0], _matrix_dims(tensor))
         self.parameters = frozenset(self.weights)
-        # Tensors made without weights and without data. True: made of the buffers alone.
-        self.constants = {
-            storage(tensor): True for buffer in model.buffers() for tensor in plain_tensors(buffer)
+        # Tensors made without parameters and without data. None: not made of buffers and attributes alone.
+        self.constants: dict[Any, Weight | None] = {
+            storage(tensor): Weight(name, WIDEST_FIRST[0], _matrix_dims(tensor))
+            for name, fixed in _fixed_tensors(model)
+            for tensor in plain_tensors(fixed)
+            if storage(tensor) not in self.weights
         }
 
     def follow(
@@ -71,25 +78,29 @@ class Origins:
         inputs = [] if _NO_COPY.search(name) else inputs
         sources = [(storage(t), t) for t in inputs if t.dim()] or [(storage(t), t) for t in inputs]
         weights = [(self.weights[key], t.numel()) for key, t in sources if key in self.weights]
-        constants = [self.constants[key] for key, _ in sources if key in self.constants]
+        constants = [(self.constants[key], t.numel()) for key, t in sources if key in self.constants]
         data = [t for key, t in sources if key not in self.weights and key not in self.constants]
         overwritten = {storage(tensor) for tensor in written}
         results = {storage(tensor): tensor for tensor in (*outputs, *written)}
         if not weights and not data:
-            self.constants.update(dict.fromkeys(results, bool(constants) and all(constants)))
+            fixed = [(one, numel) for one, numel in constants if one]
+            largest = max(fixed, key=_by_size)[0] if len(fixed) == len(constants) > 0 else None
+            for key, tensor in results.items():
+                made = largest and largest._replace(narrowest=narrower(largest.narrowest, format_of(tensor)))
+                self.constants[key] = made
             return
         for key in overwritten:
             self.constants.pop(key, None)
         if not weights:
             return
-        weight, numel = max(weights, key=lambda each: (each[0].dims > 0, each[1]))
+        weight, numel = max(weights, key=_by_size)
         if any(each.narrowest == UNMEASURED for each, _ in weights):
             weight = weight._replace(narrowest=UNMEASURED)
         is_activation = is_product and (data or weight.narrowest == UNMEASURED)
-        if is_product and not all(constants):
+        if is_product and not all(one for one, _ in constants):
             weight = weight._replace(dims=0)  # maybe a state: zeros at first, data later
         for key, tensor in results.items():
-            made = weight._replace(narrowest=narrower(weight.narrowest, _format(tensor)))
+            made = weight._replace(narrowest=narrower(weight.narrowest, format_of(tensor)))
             if is_activation or (data and not _is_mixed(name, weight, numel, data, tensor)):
                 if key in overwritten - self.parameters:
                     self.weights.pop(key, None)
@@ -100,8 +111,23 @@ class Origins:
 
     def is_fixed(self, key: Any) -> bool:
         """Return whether a tensor is a buffer or a weight, or is made of them alone."""
-        weight = self.weights.get(key)
-        return self.constants.get(key, False) or (weight is not None and weight.narrowest != UNMEASURED)
+        weight = self.weights.get(key) or self.constants.get(key)
+        return weight is not None and weight.narrowest != UNMEASURED
+
+
+def _fixed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers, and the tensors among the attributes of the modules, by name."""
+    yield from model.named_buffers()
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in ("_parameters", "_buffers", "_modules"):
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor):
+                        yield f"{name}.{attribute}".lstrip("."), leaf
+
+
+def _by_size(each: tuple[Weight, int]) -> tuple[bool, int]:
+    return each[0].dims > 0, each[1]
 
 
 def storage(tensor: Tensor) -> Any:
@@ -117,11 +143,13 @@ def plain_tensors(tensor: Any) -> list[Tensor]:
 
 
 def strided(values: Any) -> list[Tensor]:
-    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return [leaf for leaf in leaves if leaf.layout == torch.strided]
+    """Return the tensors of a tree with sizes and a storage of their own: none sparse, none nested."""
+    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
+    leaves = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_nested]
 
 
-def _format(tensor: Tensor) -> str:
+def format_of(tensor: Tensor) -> str:
     """Return the format of a tensor's values. Integers limit nothing and count as the widest."""
     name = str(tensor.dtype).removeprefix("torch.")
     return next((each for each in WIDEST_FIRST if name.startswith(each)), WIDEST_FIRST[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.device import EnergyCounter, Utilization
@@ -21,7 +21,7 @@ from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.outcome import Progress
 from hpo.precision.amp import MixedPrecision, backend_flags
-from hpo.precision.effective import Agreement, Observation
+from hpo.precision.observation import Agreement, Observation, changed_conditions, conditions
 from hpo.precision.sums import float32_sums
 from hpo.tasks.kind import Task
 from hpo.training import distributed
@@ -91,6 +91,12 @@ class BaseRun(ABC):
         self.train_loss: float | None = None
         self.examples_per_second: float | None = None
         self.last_saved = time.monotonic()
+        self.seen: Observation | None = None
+        """The observed products; None: nothing was observed."""
+        self.unverified = ""
+        """A reason why the observation does not show the precision of the whole training."""
+        self._observed_models: dict[int, tuple[nn.Module, Mapping[str, str]]] = {}
+        """{id: a model, and its `conditions` at its first observation}."""
 
     @contextmanager
     def checkpoints(self, folder: Path | None, key: str, mirror: CheckpointMirror | None) -> Iterator[None]:
@@ -155,13 +161,24 @@ class BaseRun(ABC):
             if compatibility.verdict == end.outcome:
                 raise end(" ".join((*compatibility.reasons, *more)))
 
-    def note_observed(self, seen: Observation, unverified: str = "") -> Agreement:
-        """Record the observed precision of the model.
+    def observed(self, model: nn.Module, seen: Observation) -> Agreement:
+        """Record the observed products of a model, and its conditions: they must stay the same."""
+        self.seen = seen
+        self._observed_models.setdefault(id(model), (model, conditions(model)))
+        return self._note_precision()
 
-        `unverified` is a reason why the observation does not show the precision of the training.
-        """
-        resolution = self.parts.resolution
-        agreement = Agreement(None, unverified) if unverified else seen.agreement(resolution.precision)
+    def _check_conditions(self) -> None:
+        """Record if anything that decides the formats of products has changed since the observation."""
+        changes = [changed_conditions(before, model) for model, before in self._observed_models.values()]
+        self.unverified = self.unverified or next(filter(None, changes), "")
+        if self.unverified:
+            self._note_precision()
+
+    def _note_precision(self) -> Agreement:
+        resolution, seen = self.parts.resolution, self.seen or Observation()
+        agreement = seen.agreement(resolution.precision)
+        if self.unverified and agreement.agrees is not False:
+            agreement = Agreement(None, self.unverified)
         agrees, reason = agreement
         observed = {
             "observed": seen.telemetry(),
@@ -197,6 +214,7 @@ class BaseRun(ABC):
         self.evaluation_rates = list(state["evaluation_rates"])
         self.first_values = list(state["first_values"])
         self.meter.load_state_dict(state["meter"])
+        self.unverified = state.get("unverified", "")  # not in earlier versions
         self.recorder.note(resumed_from_step=self.state.step)
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
@@ -213,6 +231,7 @@ class BaseRun(ABC):
             "evaluation_rates": self.evaluation_rates,
             "first_values": self.first_values,
             "meter": self.meter.state_dict(),
+            "unverified": self.unverified,
         }
         self.store.save(self.state.step, self._weights(), state=None if at_end else state, best=best)
         self.last_saved = time.monotonic()
@@ -264,6 +283,7 @@ class BaseRun(ABC):
     def _on_evaluation(self, evaluation: Evaluation) -> bool:
         """Report an evaluation and save the best weights. Returns whether the training ends early with it."""
         study, objective = self.parts.study, self.parts.study.objective[0]
+        self._check_conditions()
         if evaluation.examples_per_second is not None:
             self.evaluation_rates.append(evaluation.examples_per_second)
         kept = self._optimizer_facts()

@@ -41,8 +41,8 @@ def check_precision(
 
     Measured are the relative error of each output ||y - y32|| / ||y32|| (of the loss, if the model is not
     called as a whole), the cosine of the gradients, the first module and operator without finite numbers, the
-    formats of the products with weights, speed and memory against fp32. Both sides have the same random
-    numbers and no dropout. The model and the generators of random numbers come back unchanged, without
+    formats of the products forward and backward, speed and memory against fp32. Both sides have the same
+    random numbers and no dropout. The model and the generators of random numbers come back unchanged, without
     gradients. An emulated precision is measured too, and the reasons say so.
 
     Args:

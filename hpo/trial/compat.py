@@ -26,9 +26,9 @@ from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import reduced_precision_reduction
-from hpo.precision.effective import UNVERIFIED, some
 from hpo.precision.environment import environment_overrides
 from hpo.precision.float8 import NEEDS_COMPILE, no_float8
+from hpo.precision.observation import UNVERIFIED, some
 from hpo.precision.table import PRECISIONS
 from hpo.trial.costs import Costs
 from hpo.trial.measure import MEASUREMENT_VERSION, Measurement, measure

@@ -30,7 +30,8 @@ from hpo.memory import is_out_of_memory, release_free_memory
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, float32_buffers, prepare_model
 from hpo.precision.conditions import SameDraws, training_without_dropout, unchanged
-from hpo.precision.effective import Agreement, Observation, observe_model
+from hpo.precision.effective import observe_model
+from hpo.precision.observation import Agreement, Observation
 from hpo.precision.sums import float32_sums
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 from hpo.random_numbers import generator_states, held_generators, same_random_numbers, seed_all
@@ -38,7 +39,7 @@ from hpo.training.compilation import drop_compiled
 from hpo.trial.first_nonfinite import FirstNonfinite, is_finite
 from hpo.trial.parts import TrialParts
 
-MEASUREMENT_VERSION = 15
+MEASUREMENT_VERSION = 16
 """Raise it when the measurement changes. Cached results of another version are measured again."""
 
 REPEATS = 1e-3

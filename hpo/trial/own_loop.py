@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from hpo.config.limits import MEASURED_METRICS
 from hpo.errors import CodeError, InputError, Invalid, Nonfinite
 from hpo.precision.amp import MixedPrecision, prepare_model
-from hpo.precision.conditions import unchanged
-from hpo.precision.effective import Agreement, observe, observe_model
+from hpo.precision.effective import observe_model
+from hpo.precision.observation import Agreement
 from hpo.precision.table import Precision
 from hpo.random_numbers import held_generators, same_random_numbers
 from hpo.training.loop import CHECK_EVERY, apply_gradients, backward, repeated_in_fp32
@@ -50,6 +50,7 @@ class Amp:
         self._model = model
         self._mixed_precision = trial.mixed_precision
         self._mixed_precision.follow(model)
+        self._loop = trial.follow(model, lambda *_: None)
 
     def step(
         self,
@@ -81,11 +82,13 @@ class Amp:
         amp.start_step()
         self._clear_gradients(optimizer)
         in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
+        self._loop.begin_step()
         loss = backward(
             amp,
             lambda: loss_of_batch(model, fitting_batch(model, batch)).squeeze(),
             lambda: in_fp32(amp.scaler.scale),
         )
+        self._loop.end_step()
         if all(parameter.grad is None for parameter in _parameters(optimizer)):
             raise CodeError("amp.step: no parameter of the optimizer has a gradient by the loss.")
         amp.end_step(amp.step_fallbacks if amp.config.fallback_to_fp32 else 0)
@@ -107,7 +110,8 @@ class Amp:
 
     def _in_fp32(self, loss_of_batch: LossOfBatch, batch: Any, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Run a batch forward and backward in fp32; return its loss, detached."""
-        with self._mixed_precision.float32(_LossModule(self._model, loss_of_batch)) as loss_of:
+        in_fp32 = self._mixed_precision.float32(_LossModule(self._model, loss_of_batch))
+        with self._loop.paused(), in_fp32 as loss_of:
             loss: Tensor = loss_of(batch).squeeze()
             scale(loss).backward()
         return loss.detach()
@@ -203,7 +207,7 @@ class Run:
         prepare_model(model, amp.precision if skipped else check.measurement.fitting(amp.precision))
         trial.prepared = model
         with same_random_numbers(*held_generators(model, loss_of_batch, batch)):
-            seen = observe_model(model, amp, work.observed)
+            seen = observe_model(model, amp, work.observed, trial.collected)
         trial.observed(model, seen)
         return Amp(trial, model)
 
@@ -218,33 +222,22 @@ class Run:
     def observe(self, model: nn.Module) -> None:
         """Observe in which precision another library's loop computes, for a loop without `amp.step`.
 
-        The first call of the model in training and the first in evaluation are made twice: once watched, with
-        the model and the random numbers restored, and once unchanged. The trial ends as `invalid` if the
-        products are not those of `run.precision`.
+        The first step and the first evaluation are observed as they are made, and again under another
+        autocast. A step begins with a call of the model and ends with the step of one of PyTorch's optimisers
+        or with `run.count_step`. The trial ends as `invalid` if the products are not those of the precision.
         """
-        trial, seen_modes = self._trial, set[bool]()
-        trial.end_check()
+        self._trial.end_check()
+        self._trial.follow(model, self._check_agreement)
 
-        def watch(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module.training in seen_modes or torch.compiler.is_compiling():
-                return
-            seen_modes.add(module.training)
-            generators = held_generators(module, args, kwargs)
-            with unchanged(module), same_random_numbers(*generators), observe(module) as seen:
-                module(*args, **kwargs)
-            trial.is_watched |= module.training
-            with trial.ending():
-                self._check_agreement(trial.observed(module, seen), module)
-
-        model.register_forward_pre_hook(watch, with_kwargs=True)
-
-    def _check_agreement(self, agreement: Agreement, module: nn.Module) -> None:
+    def _check_agreement(self, agreement: Agreement, is_step: bool) -> None:
+        self._trial.is_watched |= is_step
         if agreement.agrees is False:
-            mode = "training" if module.training else "evaluation"
-            raise Invalid(
-                f"the loop must compute in the trial's `fp_precision`, {self.precision.name}, but in {mode} "
-                f"{agreement.reason} Give the loop that precision: `run.precision` has it."
-            )
+            mode = "training" if is_step else "evaluation"
+            with self._trial.ending():
+                raise Invalid(
+                    f"the loop must compute in the trial's `fp_precision`, {self.precision.name}, but in "
+                    f"{mode} {agreement.reason} Give the loop that precision: `run.precision` has it."
+                )
 
     def keep(self, **named: Any) -> None:
         """Put modules, optimisers, schedulers and generators into the checkpoints of the trial.

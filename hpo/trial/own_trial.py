@@ -27,7 +27,9 @@ from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import OWN_LOOP_SETTINGS
 from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
-from hpo.precision.effective import COMPILED, Agreement, Observation, compiled_modules
+from hpo.precision.effective import compiled_modules
+from hpo.precision.observation import COMPILED, Agreement, Observation
+from hpo.precision.observed_loop import ObservedLoop
 from hpo.precision.table import AmpConfig, Resolution
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
@@ -141,7 +143,11 @@ class OwnTrial(BaseRun):
         self._reported_step = 0
         self._step_ended: float | None = None
         """The end of the last optimiser step; None: a report came after it."""
-        self._seen: Observation | None = None
+        self.collected = Observation()
+        """The products of all models."""
+        self._loops: list[ObservedLoop] = []
+        self._has_foreign_steps = False
+        """True if a step without `Amp.step` was counted since the last report."""
         self._steps_of_amp = set[bool]()
         """True for a step of `Amp.step`, False for another step; of all steps of the trial."""
         self._ended: HpoError | None = None
@@ -178,6 +184,9 @@ class OwnTrial(BaseRun):
         except Paused:
             self.store.share()
             raise
+        finally:
+            for loop in self._loops:
+                loop.close()
         if self._ended is not None:
             raise self._ended
         if not self.state.num_evaluations:
@@ -271,31 +280,45 @@ class OwnTrial(BaseRun):
         """Count time and memory from here on as training."""
         if not self._is_set_up:
             self._is_set_up = True
-            if self._seen and self.prepared is not None and compiled_modules(self.prepared):
-                self.observed(self.prepared, self._seen)
+            if self.seen and self.prepared is not None and compiled_modules(self.prepared):
+                self.seen.compiled = Agreement(None, COMPILED)
+                self._note_precision()
             self.recorder.note(setup_seconds=time.perf_counter() - self.recorder.started)
             self._forget_setup_memory()
             self.clock.start()
 
-    def observed(self, model: nn.Module, seen: Observation) -> Agreement:
-        """Record the products of a model, together with earlier observations."""
-        for name, formats in self._seen.products.items() if self._seen else ():
-            seen.products[name] |= formats
-        self._seen = seen
-        if compiled_modules(model):
-            seen.compiled = Agreement(None, COMPILED)
-        return self.note_observed(seen)
+    def follow(self, model: nn.Module, on_seen: Callable[[Agreement, bool], object]) -> ObservedLoop:
+        """Observe steps and evaluations of a model. `on_seen` gets the agreement, and if it was a step."""
+        seen = self.collected
+        loop = ObservedLoop(model, seen, lambda is_step: on_seen(self.observed(model, seen), is_step))
+        self._loops.append(loop)
+        return loop
 
     def _note_unverified(self) -> None:
         """Record if nothing shows the precision of the training."""
-        reason = ""
-        if self._seen is None:
+        if self.seen is None:
             reason = "nothing was observed: call `run.prepare`, or `run.observe` with the model that trains."
         elif self._steps_of_amp != {True} and not self.is_watched:
             reason = "no training was observed: make each step with `amp.step`, or call `run.observe`."
-        if reason:
-            self.note_observed(self._seen or Observation(), unverified=reason)
-            _logger.warning("Precision unverified: %s", reason)
+        else:
+            return
+        self.unverified = reason
+        self._note_precision()
+        _logger.warning("Precision unverified: %s", reason)
+
+    def _check_calls(self) -> None:
+        """Record if steps of another library were made without a call of an observed model."""
+        is_called = False
+        for loop in self._loops:
+            loop.end_step()
+            is_called |= loop.called_in_training
+            loop.called_in_training = False
+        if self.is_watched and self._has_foreign_steps and not is_called:
+            self.unverified = self.unverified or (
+                f"the model was not called in training between two reports, up to step {self.state.step}: "
+                "its products were not seen."
+            )
+        self._has_foreign_steps = False
 
     def heartbeat(self) -> None:
         """Report the progress. Raises Preempted if the trial is to stop."""
@@ -318,6 +341,7 @@ class OwnTrial(BaseRun):
     def count_step(self, loss: Tensor | None, num_examples: float) -> None:
         """Count an optimiser step; without a loss it was made by another library. NaN: unknown examples."""
         self._steps_of_amp.add(loss is not None)
+        self._has_foreign_steps |= loss is None
         if loss is not None:
             self.state.count_step(loss, num_examples, 0)
         else:
@@ -331,6 +355,7 @@ class OwnTrial(BaseRun):
         """Store an evaluation. Raises Pruned, or Paused outside a round."""
         self.end_check()
         self.end_setup()
+        self._check_calls()
         in_round = self.num_rounds > self.round
         if done is None:
             done = (self.round + 1) / self.num_rounds if in_round else 1.0

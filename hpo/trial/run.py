@@ -19,7 +19,8 @@ from hpo.models.model_parts import part_facts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Progress
 from hpo.precision.compiled import observe_compiled
-from hpo.precision.effective import Agreement, Observation, observe_model
+from hpo.precision.effective import observe_model
+from hpo.precision.observation import Agreement, Observation
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
@@ -102,13 +103,15 @@ class TrialRun(BaseRun):
 
     def _observe_and_compile(self) -> None:
         parts, resolution = self.parts, self.parts.resolution
-        inputs = parts.batch(1, 1).to(parts.device.torch_device).inputs  # a batch norm needs two rows
+        # A GPU chooses kernels by size. Batch norms need two rows.
+        batch = parts.batch(2, 0) if parts.device.type == "cpu" else parts.batch(1, 1)
+        inputs = batch.to(parts.device.torch_device).inputs
         # Observed before the compiler hides the operators.
         seen = observe_model(parts.model, self.mixed_precision, lambda model: model(*inputs))
         if parts.compile is not None:
             self._compile(parts.compile)
             seen.compiled = self._observe_compiled(seen)
-        self.note_observed(seen)
+        self.observed(parts.model, seen)
         if parts_noted := self.recorder.telemetry().get("fp32_parts"):
             names = parts.config.fp32_parts
             by_part = part_facts(parts.model, names, seen, resolution.precision)

@@ -21,7 +21,8 @@ from hpo.memory import release_free_memory
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
-from hpo.precision.effective import Observation, observe_model
+from hpo.precision.effective import observe_model
+from hpo.precision.observation import Observation
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.random_numbers import manual_seed
 from hpo.training.compilation import run_both_modes

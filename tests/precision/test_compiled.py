@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.compiled import Step, _rounded, observe_compiled
-from hpo.precision.effective import Agreement, Observation, observe_model
+from hpo.precision.effective import observe_model
 from hpo.precision.float8 import float8_facts, float8_weights
 from hpo.precision.frozen import FrozenLinear, store_frozen
+from hpo.precision.observation import Agreement, Observation
 from hpo.precision.parts import run_in_float32
 from hpo.precision.table import PRECISIONS
 from hpo.training.compilation import run_both_modes

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.precision.amp import backend_flags, prepare_model
-from hpo.precision.effective import COMPILED, Observation, _planted
+from hpo.precision.observation import COMPILED, Observation
 from hpo.precision.table import PRECISIONS
 
 
@@ -123,22 +123,25 @@ def test_compiled_parts_are_observed_eagerly() -> None:
     assert products(model, hidden) == expected, "compiled before"
 
 
+@torch.library.custom_op("hpo_tests::opaque", mutates_args=())
+def opaque(hidden: Tensor, weight: Tensor) -> Tensor:
+    return torch.from_numpy(hidden.numpy() @ weight.numpy())
+
+
 @torch.library.custom_op("hpo_tests::fused", mutates_args=())
 def fused(hidden: Tensor, bias: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
     return hidden @ weight * gain + bias
 
 
 def test_unmeasured_products() -> None:
-    """Inside an operator of others, with results that are not finite, or with data in the weight."""
+    """In a library of others, with results that are not finite, or with data in the weight."""
     linear, hidden = nn.Linear(16, 16), torch.randn(2, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert products(nn.Bilinear(16, 16, 4), hidden, hidden) == {"weight": {"unmeasured"}}
     lstm = nn.LSTM(16, 16)
     nn.init.constant_(lstm.weight_hh_l0, torch.nan)
     formats = products(lstm, torch.randn(2, 5, 16))
     assert formats == {"weight_ih_l0": {"unmeasured"}, "weight_hh_l0": {"float32"}}
     for forward in (
-        lambda inputs: fused(inputs, linear.bias, torch.ones(()), linear.weight),
+        lambda inputs: opaque(inputs, linear.weight),
         lambda inputs: F.linear(inputs, linear.weight + inputs.mean(0)),
     ):
         linear.forward = forward
@@ -153,21 +156,6 @@ def test_one_kernel_is_measured_once() -> None:
             products(nn.Sequential(*(nn.Linear(8, 8) for _ in range(number))), torch.ones(2, 8))
     one, three = (rounding.call_count for rounding in roundings)
     assert three == one + 2 * 2, "a product rounds two matrices"
-
-
-@pytest.mark.parametrize("shape", [(2,), (8,), (7,), (6, 4), (3, 8, 2)])
-def test_planted_weights(shape: tuple[int, ...]) -> None:
-    """Their slices cancel out, two slices apart stay for every k, and scales move them."""
-    weight, longest = torch.zeros(shape), max(range(len(shape)), key=lambda dim: shape[dim])
-    base, changed = _planted(weight, None, 1.0), _planted(weight, 5, 1.0)
-    kept = base.abs() == 1.75
-    assert ((base.abs() == 1.5) | kept).all()
-    slices = kept.movedim(longest, 0).flatten(1) if len(shape) > 1 else kept[:, None]
-    assert sorted(slices.float().mean(1).tolist())[-2:] == ([1, 1] if shape[longest] > 2 else [0, 0])
-    assert int(kept.sum()) == int(slices.all(1).sum()) * slices.shape[1]
-    assert base.sum(longest).abs().max() == (0 if shape[longest] % 2 == 0 else 1.5)
-    assert torch.equal(changed - base, ((base > 0) & ~kept) / 32)
-    assert torch.equal(_planted(weight, 5, 0.5), changed / 2)
 
 
 @torch.library.custom_op("hpo_tests::looked_up", mutates_args=())
@@ -226,6 +214,7 @@ def test_tf32_must_be_used(rounding: Round, least_rows: int, agrees: bool | None
         agreement = seen.agreement(precision)
     assert agreement.agrees is agrees
     assert re.search(reason, agreement.reason)
+    seen.tf32 = False  # as on a GPU
     assert seen.agreement(precision) == (False, "TF32 is off.") or agrees is False
 
 

@@ -22,7 +22,7 @@ class Elementwise(nn.Module):
         self.positions = nn.Embedding(5, 16)
         self.table = nn.Parameter(torch.rand(7, 2))
         self.register_buffer("index", torch.randint(7, (5, 5)))
-        self.register_buffer("frequencies", torch.rand(16, 1))
+        self.register_buffer("frequencies", torch.rand(1, 16))
         self.proj = nn.Linear(16, 16)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Elementwise(nn.Module):
             state = state * (-self.A_log.float().exp()).exp() + step * self.gate.sigmoid()
         hidden = F.layer_norm(hidden * self.scale + self.positions(torch.arange(5)) + state, (16,))
         with torch.autocast("cpu", enabled=False):
-            phases = hidden.float() @ self.frequencies.float()
+            phases = hidden.float()[..., :1] @ self.frequencies.float()
         bias = self.table[self.index].permute(2, 0, 1)
         heads = self.proj(hidden + phases).unflatten(-1, (2, 8)).transpose(1, 2)
         return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias.to(heads.dtype))

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutput
 
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.effective import Observation, observe, observe_model
+from hpo.precision.effective import observe, observe_model
+from hpo.precision.observation import Observation
 from hpo.precision.table import PRECISIONS
 from support.tiny import CPU, EMULATED, TinyEncoder
 

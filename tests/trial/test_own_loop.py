@@ -311,7 +311,7 @@ UNMEASURED = """
 class Changing(nn.Linear):
     def forward(self, rows):
         if self.training:
-            return nn.functional.bilinear(torch.ones(len(rows), 1), rows, self.weight[:, None], self.bias)
+            return nn.functional.linear(rows, self.weight + rows.mean(0), self.bias)
         return super().forward(rows)
 
 def net():
@@ -478,3 +478,55 @@ def test_gradients_of_norms_and_embeddings_are_those_of_fp32(tmp_path: Path) -> 
     for gradients in found.values():
         for one, other in zip(gradients, exact, strict=True):
             assert (one - other).norm() < 0.05 * other.norm()
+
+
+CHANGES_LATER = {
+    "cast after prepare": ("    optimizer =", "    model.bfloat16()\n    optimizer ="),
+    "another loss": ("amp.step(loss_of_batch", "amp.step(loss_in_fp32"),
+    "own evaluation": ("with amp.evaluation()", "with torch.no_grad()"),
+}
+LOSS_IN_FP32 = """
+def loss_in_fp32(model, batch):
+    with torch.autocast("cpu", enabled=False):
+        return loss_of_batch(model, batch)
+
+def accuracy(model, amp):
+    with amp.evaluation():
+        return (model.eval()(amp.inputs(ROWS)).argmax(1) == CLASSES).float().mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "precision"),
+    [("cast after prepare", "fp32"), ("another loss", "bf16"), ("own evaluation", "bf16")],
+)
+def test_real_steps_and_evaluations_are_observed(tmp_path: Path, change: str, precision: str) -> None:
+    old, new = CHANGES_LATER[change]
+    loop = (LOSS_IN_FP32 + LOOP).replace(old, new)
+    if change == "cast after prepare":
+        loop = loop.replace("(ROWS[rows]", "(ROWS[rows].bfloat16()")
+    result = run(own_executor(tmp_path, loop), fp_precision=precision)
+    assert result.outcome == "complete", result.traceback or result.reason
+    found = result.telemetry["precision"]
+    assert found["agrees"] is False
+    assert "2 of 2 weights were not multiplied" in found["observed_reason"]
+
+
+LAYERS = "= loss_of_batch(model if step == 0 else nn.Sequential(*model)"
+
+
+def test_steps_without_a_call_of_the_model_are_unverified(tmp_path: Path) -> None:
+    loop = foreign("False").replace("= loss_of_batch(model", LAYERS)
+    found = run(own_executor(tmp_path, loop), fp_precision="fp32").telemetry["precision"]
+    assert found["agrees"] is None
+    assert "was not called in training between two reports" in found["observed_reason"]
+
+
+SWITCH = "        torch.backends.mkldnn.matmul.fp32_precision = 'bf16'\n        run.report("
+
+
+def test_a_switch_after_the_observation_is_unverified(tmp_path: Path) -> None:
+    result = run(own_executor(tmp_path, changed("        run.report(", SWITCH)), fp_precision="fp32")
+    found = result.telemetry["precision"]
+    assert found["agrees"] is None
+    assert "fp32 matmul on cpu (ieee, then bf16)" in found["observed_reason"]
