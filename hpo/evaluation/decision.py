@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import betaincinv, logsumexp, ndtr, stdtrit
+from scipy.special import betaincinv, ndtr, stdtrit
 
 Array = NDArray[np.float64]
 VerdictName = Literal["as_good", "worse", "not_shown"]
@@ -143,7 +143,7 @@ def _run_width(differences_R: Array, covered: float) -> float:
         """Logarithm of the capital after bets against this mean, over the capital that refutes it."""
         with np.errstate(divide="ignore"):
             capital = np.log1p(_STAKES[:, None] * (kept_R / tested - 1)).sum(axis=1)
-        return float(logsumexp(capital, b=_SHARES)) + math.log(ALPHA)
+        return float(np.logaddexp.reduce(capital + np.log(_SHARES))) + math.log(ALPHA)
 
     least = 1e-6 * mean
     width = mean if not mean or log_excess(least) < 0 else mean - float(brentq(log_excess, least, mean))

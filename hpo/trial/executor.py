@@ -54,7 +54,8 @@ from hpo.trial.compat import CompatibilityCache
 from hpo.trial.measure import Side, work_of
 from hpo.trial.objectives import check_metric_values, check_names, limited_values
 from hpo.trial.own_loop import Run
-from hpo.trial.own_trial import Checked, OwnConfig, OwnParts, OwnTrial, Params
+from hpo.trial.own_parts import OwnConfig, OwnParts, Params
+from hpo.trial.own_trial import Checked, OwnTrial
 from hpo.trial.parts import TrialLoader, build_trial
 from hpo.trial.run import TrialRun
 from hpo.trial.telemetry import Callbacks, TrialRecorder, device_facts

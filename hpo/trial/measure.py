@@ -36,6 +36,7 @@ from hpo.precision.sums import float32_sums
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 from hpo.random_numbers import generator_states, held_generators, same_random_numbers, seed_all
 from hpo.training.compilation import drop_compiled
+from hpo.trial.differences import cosine, gradient_shares, relative_error
 from hpo.trial.first_nonfinite import FirstNonfinite, is_finite
 from hpo.trial.parts import TrialParts
 
@@ -324,8 +325,7 @@ def _measure_sides(
     )
     if candidate is None or reference is None or not measurement.finite:
         return measurement
-    pairs = ((name, one, reference.gradients.get(name)) for name, one in candidate.gradients.items())
-    shares = {name: gradient_share(one, other) for name, one, other in pairs if other is not None}
+    shares = gradient_shares(candidate.gradients, reference.gradients)
     return replace(
         measurement,
         logits_relative_error={
@@ -333,7 +333,7 @@ def _measure_sides(
             for name, value in reference.logits.items()
             if name in candidate.logits and candidate.logits[name].shape == value.shape
         },
-        gradient_cosine=_cosine(candidate.gradients, reference.gradients),
+        gradient_cosine=cosine(candidate.gradients, reference.gradients),
         gradient_shares=dict(sorted(shares.items(), key=itemgetter(1))[:3]),
     )
 
@@ -405,47 +405,5 @@ def _differ_by(one: _Pass, other: _Pass) -> float:
         relative_error(one.logits[name], value) if one.logits[name].shape == value.shape else math.inf
         for name, value in other.logits.items()
     ]
-    cosine = _cosine(one.gradients, other.gradients)
-    return max(*errors, 0.0, 0.0 if cosine is None else math.sqrt(max(0.0, 2 - 2 * cosine)))
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """Return ||value - reference|| / ||reference||; the numerator if the reference is 0."""
-    norm = float(reference.double().norm())
-    difference = float((value.double() - reference.double()).norm())
-    return difference / norm if norm else difference
-
-
-def gradient_share(gradient: Tensor, reference: Tensor) -> float:
-    """Return the share s of the reference that is left, gradient = s reference + noise; at most 1.
-
-    Rounding is noise: it takes nothing off the mean. A sum that stops growing or an underflow does. Five
-    standard errors count for the gradient, which grow with the noise and fall with the number of values.
-    """
-    one, other = gradient.double().flatten(), reference.double().flatten()
-    norm = float(other @ other)
-    if len(other) < 16 or not norm:  # its noise is unknown
-        return 1.0
-    share = float(one @ other) / norm
-    noise = float((one - share * other).norm())
-    return min(1.0, share + 5 * noise / math.sqrt(len(other) * norm))
-
-
-def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float | None:
-    """Return the cosine between all gradients as one vector each; None if one of them is zero."""
-    names = gradients.keys() & reference.keys()
-    one, other = (_scaled([side[name] for name in names]) for side in (gradients, reference))
-    norms = math.sqrt(_product(one, one)) * math.sqrt(_product(other, other))
-    return _product(one, other) / norms if norms else None
-
-
-def _scaled(tensors: list[Tensor]) -> list[Tensor]:
-    """Scale to a largest absolute value of 1, so that squares stay in the range of fp32."""
-    largest = max((float(tensor.abs().max()) for tensor in tensors), default=0.0) or 1.0
-    return [torch.atleast_1d(tensor) / largest for tensor in tensors]
-
-
-def _product(one: list[Tensor], other: list[Tensor]) -> float:
-    """Return the inner product: rows in fp32, their sum in fp64. All in fp64 takes fifteen times as long."""
-    pairs = zip(one, other, strict=True)
-    return sum(float(torch.linalg.vecdot(*pair).sum(dtype=torch.float64)) for pair in pairs)
+    same = cosine(one.gradients, other.gradients)
+    return max(*errors, 0.0, 0.0 if same is None else math.sqrt(max(0.0, 2 - 2 * same)))

@@ -39,7 +39,8 @@ from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import Measurement, Work, measure_work
 from hpo.trial.own_batch import examples_of
-from hpo.trial.own_trial import OwnTrial, Params
+from hpo.trial.own_parts import Params
+from hpo.trial.own_trial import OwnTrial
 
 
 class Amp:

@@ -16,21 +16,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import OWN_LOOP_SETTINGS
-from hpo.device import DeviceInfo, EnergyCounter, Utilization, synchronize
+from hpo.device import EnergyCounter, Utilization, synchronize
 from hpo.errors import HpoError, InputError, Nonfinite, Paused, Preempted
 from hpo.precision.effective import compiled_modules
 from hpo.precision.observation import COMPILED, Agreement, Observation
 from hpo.precision.observed_loop import ObservedLoop
-from hpo.precision.table import AmpConfig, Resolution
 from hpo.random_numbers import all_states, seed_all, set_all_states
 from hpo.training.checkpoint import Checkpoint, CheckpointMirror
 from hpo.training.evaluate import Evaluation
@@ -39,6 +35,7 @@ from hpo.training.throughput import TrainingClock
 from hpo.trial.base_run import CHECKPOINT_FORMAT, BaseRun
 from hpo.trial.first_nonfinite import is_finite
 from hpo.trial.objectives import task_and_name
+from hpo.trial.own_parts import OwnParts
 from hpo.trial.telemetry import Callbacks, TrialRecorder, training_facts
 
 _logger = logging.getLogger(__name__)
@@ -46,64 +43,6 @@ _logger = logging.getLogger(__name__)
 
 class Checked(HpoError):
     """The end of a check of the training function before the study is stored."""
-
-
-class Params(Mapping[str, Any]):
-    """The settings of a trial by name. It notes the settings that are read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = dict(values)
-        self._unread = {*values} - {*OWN_LOOP_SETTINGS}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._values:
-            known = ", ".join(self._values)
-            raise InputError(
-                f"run.params: the study must fix `{name}` under `training` or search it in `search_space` "
-                f"(`hpo train` also needs --param {name}=VALUE), but it has {known}. Where a `when` leaves a "
-                "setting out, use run.params.get(...)."
-            )
-        self._unread.discard(name)
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401
-
-    @property
-    def unread(self) -> list[str]:
-        """The names of the function's own settings that nothing has read."""
-        return sorted(self._unread)
-
-
-@dataclass(frozen=True)
-class OwnConfig:
-    """The settings of a trial with its own loop."""
-
-    params: Params
-    seed: int
-    max_grad_norm: float | None
-    amp: AmpConfig
-
-
-@dataclass(frozen=True)
-class OwnParts:
-    """The parts of such a trial before its function runs. The names are those of `TrialParts`."""
-
-    study: StudyConfig
-    device: DeviceInfo
-    config: OwnConfig
-    resolution: Resolution
-    model: nn.ModuleDict = field(default_factory=nn.ModuleDict)
-    """The modules that the function keeps."""
 
 
 class OwnTrial(BaseRun):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hpo
 from hpo.errors import InputError
-from hpo.trial.measure import gradient_share
+from hpo.trial.differences import gradient_share, gradient_shares
 
 
 class ConvNet(nn.Module):
@@ -264,3 +264,10 @@ def test_rounding_takes_nothing_off_a_gradient() -> None:
     assert gradient_share(noisy / 2, exact) < 0.8
     assert gradient_share(torch.randn(1000, generator=draw), 1e-6 * exact) == 1.0  # nothing but noise
     assert gradient_share(0 * exact, exact) == 0.0
+
+
+def test_gradient_that_is_rounding_alone_has_no_share() -> None:
+    """The bias of attention's keys moves all scores alike: its true gradient is 0."""
+    exact = {"weight": torch.ones(32), "key.bias": 1e-9 * torch.randn(32)}
+    half = {name: 0.5 * one for name, one in exact.items()}
+    assert gradient_shares(half, exact) == {"weight": 0.5}
