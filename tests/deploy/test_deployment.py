@@ -151,3 +151,5 @@ def test_few_equal_rows_show_nothing(mood: Mood, tmp_path: Path, caplog: pytest.
     limit = "With 40 labelled rows of validation, losses under 8.81 points cannot be excluded. A margin of 1 "
     assert caplog.messages[0] == result.notes[0], "before the first form is built"
     assert result.notes[0].startswith(f"No form can be shown to be as good. {limit}")
+    reason = result.artifacts[1].judged.reason
+    assert reason == f"{ONNX_FP32} is not shown to be as good as fp32.", "one needed size, in the note"

@@ -21,11 +21,19 @@ def write_set(folder: Path, tasks: object, **splits: Iterable[object]) -> Path:
 
 
 def write_moods(folder: Path, **texts: Iterable[str]) -> Path:
-    """Write texts by split; their mood is `bad` if they have this word, else `good`."""
-    numbers = itertools.count()
+    """Write texts by split; their mood is `bad` if they have this word, else `good`.
+
+    Each has a word of its own at its end: equal texts are one piece of evidence.
+    """
+    numbers = map(str, itertools.count())
+    digits = str.maketrans("0123456789", "klmnopqrst")
     splits = {
         split: [
-            {"id": str(next(numbers)), "text": text, "labels": {"mood": "bad" if "bad" in text else "good"}}
+            {
+                "id": (number := next(numbers)),
+                "text": f"{text} z{number.translate(digits)}",
+                "labels": {"mood": "bad" if "bad" in text else "good"},
+            }
             for text in of_split
         ]
         for split, of_split in texts.items()

@@ -94,11 +94,7 @@ def write_planted_study(folder: Path) -> Path:
     plain = ["good day", "bad day"] * 16
     special = ["good fragile day"] * NUM_FRAGILE + [f"{word} day" for word in LUCKY_WORDS]
     rest = ["good day", "bad day"] * ((NUM_TEST - len(special)) // 2)
-    letters = "abcdefghjk"  # different rows: equal texts are one piece of evidence
-    test = [
-        f"{text} z{''.join(letters[int(one)] for one in str(row))}" for row, text in enumerate(special + rest)
-    ]
-    data = write_moods(folder / "data", train=plain, validation=plain[:8], test=test)
+    data = write_moods(folder / "data", train=plain, validation=plain[:8], test=special + rest)
     return write_study(
         folder,
         name="planted",
