@@ -9,7 +9,7 @@ CONSTRAINTS := docker/constraints.txt
 
 export HPO_STORAGE := $(if $(STORAGE),$(STORAGE),$(HPO_STORAGE))
 
-.PHONY: help install hpo test test-all test-gpu bench dashboard report lint reference clean
+.PHONY: help install hpo test test-all test-gpu bench findings dashboard report lint reference clean
 
 help:
 	@echo "make hpo STUDY=multitask [N_TRIALS=12] [STORAGE=sqlite:///runs/hpo.db]"
@@ -18,6 +18,7 @@ help:
 	@echo "make install EXTRAS='onnx fp8'"
 	@echo "make test | make test-all | make test-gpu | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
 	@echo "make bench BENCH=gpu [PAIRS=3] [RESULTS=runs/gpu.jsonl]"
+	@echo "make findings (surprises of libraries: needs the network)"
 	@echo "make test CPU=avx2 (or avx512_bf16, avx512_fp16, amx, arm: another CPU is described)"
 
 install: $(VENV)/.installed $(EXTRAS:%=$(VENV)/.installed-%)
@@ -73,6 +74,14 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check hpo tests
 	$(BIN)/ruff format --check hpo tests
 	$(BIN)/mypy
+
+# Without .venv: each script makes a virtual environment of its own. See findings/README.md.
+findings:
+	@failed=; for script in findings/*.sh; do \
+		echo "$$script"; \
+		PYTHON=$(PYTHON) $$script || failed="$$failed $$script ($$?)"; \
+	done; \
+	test -z "$$failed" || { echo "not as stated (1) or not tried (3):$$failed"; exit 1; }
 
 # The study file's reference in studies/REFERENCE.md is made from the models.
 reference: $(VENV)/.installed-dev

@@ -1,5 +1,6 @@
 """The READMEs are true where a test can tell: reference, commands, files, links."""
 
+import os
 import re
 from pathlib import Path
 
@@ -55,6 +56,16 @@ def test_changeable_keys_are_listed() -> None:
 def test_every_folder_of_the_package_has_its_line_in_the_layout() -> None:
     folders = {path.parent.name for path in (ROOT / "hpo").glob("*/__init__.py")}
     assert set(re.findall(r"^hpo/(\w+) ", files.PACKAGE.read_text(), re.MULTILINE)) == folders
+
+
+def test_the_findings_are_listed_and_have_their_form() -> None:
+    scripts = {path.name: path for path in files.FINDINGS.parent.glob("*.sh")}
+    assert re.findall(r"^\| `(.+\.sh)`", files.FINDINGS.read_text(), re.MULTILINE) == sorted(scripts)
+    for path in scripts.values():
+        head = path.read_text().split("\nset -", 1)[0]
+        for title in ("An expert expects", "What happens", "Seen with", "Who is hurt", "Instead"):
+            assert re.search(rf"^# {title}\b", head, re.MULTILINE), path
+        assert os.access(path, os.X_OK), path
 
 
 @pytest.mark.parametrize("file", sorted(set(re.findall(r"`((?:\w+/)*\w+\.py)`", ALL))))

@@ -9,14 +9,14 @@ from support.study_reference import study_reference
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-STUDIES, PACKAGE, CLUSTER, BENCHMARKS = (
-    ROOT / folder / "README.md" for folder in ("studies", "hpo", "docker", "tests/benchmarks")
+STUDIES, PACKAGE, CLUSTER, BENCHMARKS, FINDINGS = (
+    ROOT / folder / "README.md" for folder in ("studies", "hpo", "docker", "tests/benchmarks", "findings")
 )
 REFERENCE = ROOT / "studies" / "REFERENCE.md"
 CHANGELOG, *FOR_VISITORS = (
     ROOT / ".github" / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
 )
-READMES = (README, STUDIES, REFERENCE, PACKAGE, CLUSTER, BENCHMARKS, CHANGELOG, *FOR_VISITORS)
+READMES = (README, STUDIES, REFERENCE, PACKAGE, CLUSTER, BENCHMARKS, FINDINGS, CHANGELOG, *FOR_VISITORS)
 BEGIN, END = "<!-- reference: made by `make reference` -->\n", "<!-- end of reference -->\n"
 
 
