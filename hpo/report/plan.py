@@ -238,7 +238,8 @@ def measure_cost(
     seconds += len(args.evaluate_at) * measured["evaluation_seconds"] + measured["setup_seconds"]
     run_seconds = measured["setup_seconds"] + measured["evaluation_seconds"]
     measured_by = f"{MEASURED_STEPS} steps"
-    return TrialCost(precision, rate, seconds, measured_by, run_seconds, measured.get("checkpoint_bytes"))
+    size = measured.get("checkpoint_bytes")
+    return TrialCost(precision, rate, seconds, measured_by, run_seconds, checkpoint_bytes=size)
 
 
 class Limit(NamedTuple):
