@@ -136,11 +136,10 @@ class _Run:
         reference = self._references[split]
         statistics = reference if name == REFERENCE else self._statistics(name, split)
         judged = judge_form(self._question(name, split), statistics, reference)
-        if (
-            self._limit and judged.verdict == "not_shown" and judged.score
-        ):  # the limit is said once, in a note
-            return replace(judged, reason=f"{name} is not shown to be as good as {REFERENCE}.")
-        return judged
+        # A note says the limit of the rows, so the reason of a form leaves it out.
+        text, _, limit = judged.reason.partition(". With ")
+        has_note = split == CHOSEN_BY and self._limit and limit
+        return replace(judged, reason=f"{text}.") if has_note else judged
 
     def _statistics(self, name: str, split: str) -> Statistics | None:
         model = self._models[name]

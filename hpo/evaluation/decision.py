@@ -7,8 +7,10 @@ Rows that belong together, such as those of an author, are one piece of evidence
 - Runs: a comparison may stop after any number of runs, so the mean of the runs has a confidence sequence. It
   holds for all numbers of runs together. It is a bet against each mean (Waudby-Smith & Ramdas, JRSS B 86,
   2024) and assumes no distribution. It needs a largest loss of a run, `COVERED` margins, and counts larger
-  losses as that. So `as good` has a condition about larger losses: `Decision.slack`. If the runs vary much,
-  the sequence of Student's t is wider and takes its place: a Gaussian mixture over the standardised
+  losses as that. So `as good` has a condition about larger losses: `Decision.slack`. Runs of several
+  configurations have unlike means: a round of all of them wins no more than a round of equal ones, by the
+  inequality of arithmetic and geometric means. A larger loss that is seen counts in full. If the runs vary
+  much, the sequence of Student's t is wider and takes its place: a Gaussian mixture over the standardised
   difference, of variance g = `PRIOR` (Lai, Annals of Statistics 1976; Wang & Ramdas, arXiv 2310.03722). With
   n runs and a statistic t, its odds against a mean are (1 + n g)^(-1/2) ((1 + t^2/(n-1)) / (1 + t^2/((n-1)(1
   + n g))))^(n/2). The interval holds the means against which the odds are below 1 / (2 `ALPHA`). With one run

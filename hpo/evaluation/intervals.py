@@ -124,7 +124,7 @@ def _interval(
     of, metric, _ = parts[0]
     if len(parts) == 1 and metric in kind_of(of.task).proportions:
         return Interval(value, *_share_interval(of, metric, value))
-    defined, num_groups = samples_B[np.isfinite(samples_B)], len(_sizes(of))
+    defined, num_groups = samples_B[np.isfinite(samples_B)], min(len(_sizes(one)) for one, *_ in parts)
     tail = (
         ndtr(-stdtrit(num_groups - 1, _UPPER) * math.sqrt(num_groups / (num_groups - 1)))
         if num_groups > 1
@@ -165,7 +165,9 @@ def _share_interval(of: RowStatistics, metric: str, share: float) -> tuple[float
     """The interval of a share of right rows: Wilson's, or Korn's and Graubard's with groups."""
     sizes_G, num = _sizes(of), float(of.num_rows)
     num_groups = num**2 / float((sizes_G**2).sum())  # fewer than G if their sizes differ
-    if 1 < num_groups < num:
+    if num_groups <= 1 < num:
+        return 0.0, 1.0
+    if num_groups < num:
         independent = 100 * math.sqrt(share * (1 - share) / num)
         run = scored({of.task.name: of}, f"{of.task.name}/{metric}")
         effect = (run.standard_error / independent) ** 2 if run and independent else num / num_groups

@@ -79,7 +79,7 @@ class Facts:
     num_groups: int
     """Groups of these rows; as many as rows if each counts as independent."""
     row_bound: float
-    """Largest change of the metric by one group, times `num_groups` (`common_bound`)."""
+    """Change of the metric by each group, times `num_groups`, as if it were equal (`common_bound`)."""
     baseline: Scored | None
     """Best constant prediction. None: a task has none."""
     chance: float
@@ -96,7 +96,8 @@ class Facts:
 
     def rows(self, name: str) -> str:
         """Name the labelled rows, with their groups."""
-        groups = "" if self.num_groups == self.num_rows else f" in {self.num_groups:,} groups"
+        num = f"{self.num_groups:,} group{'s' * (self.num_groups > 1)}"
+        groups = "" if self.num_groups == self.num_rows else f" in {num}"
         return f"{self.num_rows:,} labelled {name}{groups}"
 
     def limit(self, question: Question) -> str:
@@ -147,11 +148,18 @@ def facts_of(statistics: Statistics, question: Question) -> Facts | None:
         scored(constant, metric) if constant else None,
         shuffled_value(statistics, metric),
         rare_classes(statistics, metric, question.margin),
-        (
-            f"Each {'row' if len(run.groups_G) == run.num_rows else 'group'} counts as independent.",
-            *_assumptions(statistics, metric),
-        ),
+        (*_independence(run), *_assumptions(statistics, metric)),
     )
+
+
+def _independence(run: Scored) -> Iterator[str]:
+    """Name what counts as independent, and the assumption on groups of other sizes."""
+    if len(run.groups_G) == run.num_rows:
+        yield "Each row counts as independent."
+        return
+    yield "Each group counts as independent."
+    if run.bounds_G.max() > 2 * np.median(run.bounds_G):
+        yield "It is assumed that the sizes of new groups are distributed as those of these groups."
 
 
 def _assumptions(statistics: Statistics, metric: str) -> Iterator[str]:
@@ -190,11 +198,14 @@ class Condition:
         """State it, with an example of runs that break it."""
         losses = "losses" if verdict == "as_good" else "gains"
         covered, slack = _number(self.covered, unit), _number(self.slack, unit)
-        example = _number(self.covered + self.slack / _SHARE_SHOWN, unit)
+        # no run can lose more than all points
+        least = self.slack / (100 - self.covered) if unit == "points" else 0.0
+        share = max(_SHARE_SHOWN, math.ceil(100 * least) / 100)
+        example = _number(self.covered + self.slack / share, unit)
         return (
             f"This holds if {losses} beyond {covered} {unit} of a run average less than {slack} over runs. "
             f"For any q, {losses} of {covered} + {slack} / q in a share q of runs break it ({example} in "
-            f"{_SHARE_SHOWN:.0%}). {num_runs} runs exclude no q below {self.possible_share:.0%}."
+            f"{share:.0%}). {num_runs} runs exclude no q below {self.possible_share:.0%}."
         )
 
 
@@ -213,7 +224,7 @@ class Verdict:
     num_groups: int
     """Groups of the labelled rows; as many as rows if each counts as independent."""
     row_bound: float
-    """Largest change of the metric by one group, times the number of groups."""
+    """Change of the metric by each group, times their number, as if it were equal (`common_bound`)."""
     unit: str
     sentence: str
     reason: str = ""
@@ -260,7 +271,7 @@ def judge(
         decision, bound = _decide(full, differences_R, question.margin)
         facts = replace(facts, row_bound=bound)
         reason = _obstacle(question, known, facts, decision)
-        condition = None if reason else _condition(decision, differences_R, question.margin)
+        condition = None if reason else _condition(decision, differences_R, question.margin, question.unit)
     verdict = Verdict(
         "not_shown" if reason else decision.verdict,
         decision.difference,
@@ -326,10 +337,12 @@ def _decide(
     return decide(differences_R, groups_G, margin, bounds_G=bounds_G), common_bound(bounds_G)
 
 
-def _condition(decision: Decision, differences_R: Array, margin: float) -> Condition | None:
+def _condition(decision: Decision, differences_R: Array, margin: float, unit: str) -> Condition | None:
+    covered = COVERED * margin
     if decision.verdict == "not_shown" or len(differences_R) < 2:
         return None
-    covered = COVERED * margin
+    if unit == "points" and covered + decision.slack >= 100:  # no loss breaks it
+        return None
     losses_R = -differences_R if decision.verdict == "as_good" else differences_R
     share = possible_share(len(losses_R), int((losses_R > covered).sum()))
     return Condition(covered, decision.slack, share)
@@ -339,6 +352,8 @@ def _obstacle(question: Question, reference: Sequence[Scored], facts: Facts, dec
     """The reason why no number of runs can show anything; empty: the interval decides."""
     if math.isinf(facts.row_bound):
         return f"The effect of one row on {question.metric_name} is unknown"
+    if facts.num_groups < 2:
+        return "All labelled rows are one group"
     median = float(np.median([run.value for run in reference]))
     constant = facts.baseline.value if facts.baseline else -math.inf
     level = max(constant, facts.chance)
@@ -366,7 +381,7 @@ def _sentence(question: Question, verdict: Verdict, facts: Facts | None) -> str:
     text = f"{question.other} {relation[verdict.verdict]} {reference}"
     if facts and not math.isnan(verdict.difference):
         low, high = verdict.interval
-        interval = "(too few runs for an interval)"
+        interval = f"(too few {'runs' if facts.num_groups > 1 else 'groups'} for an interval)"
         if math.isfinite(low + high):
             interval = f"[{_number(low, unit, '+')}, {_number(high, unit, '+')}]"
         elif math.isinf(verdict.row_bound):

@@ -15,7 +15,7 @@ class StepBuffers:
     """The buffers of `model` that its steps change."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._owners = [module for module in model.modules() if module._buffers]
         self._changing: set[nn.Module] | None = None
         """Modules with such buffers; None before the first step."""
         self._before: Values | None = None
@@ -52,5 +52,5 @@ class StepBuffers:
                 now.copy_(before if skipped is None else torch.where(skipped.bool(), before, now))
 
     def _all(self) -> Values:
-        named = ((m, *item) for m in self._model.modules() for item in m._buffers.items())
+        named = ((m, *item) for m in self._owners for item in m._buffers.items())
         return [(m, name, each) for m, name, each in named if each is not None and not each.is_inference()]

@@ -76,13 +76,15 @@ def check_precision(
     amp = MixedPrecision(PRECISIONS[precision], AmpConfig(), device)
     with torch.enable_grad():
         work = work_of_loss(loss_of_batch, batch, evaluates=try_loss(model, loss_of_batch, batch))
+        summed.clear()
         check = judge(measure_work(model, amp, work), CompatConfig())
+        in_float32 = sorted(summed)
         if check.measurement.finite and check.measurement.reference_fits:
             amp.precision = check.measurement.fitting(amp.precision)
             check = replace(check, costs=_costs_of(model, amp, work, repeats))
     emulated = (f"{supported.reason} It is emulated here.",) if supported.level == "emulated" else ()
-    own = f"Gradients of {', '.join(sorted(summed))} were summed in fp32, as in trials of hpo. {PLAIN_SUMS}"
-    return replace(check, reasons=(*check.reasons, *([own] if summed else []), *emulated))
+    own = f"Gradients of {', '.join(in_float32)} were summed in fp32, as in trials of hpo. {PLAIN_SUMS}"
+    return replace(check, reasons=(*check.reasons, *([own] if in_float32 else []), *emulated))
 
 
 def _costs_of(model: nn.Module, amp: MixedPrecision, work: Work, repeats: int) -> Costs | None:
@@ -173,7 +175,7 @@ def work_of_loss(loss_of_batch: LossOfBatch, batch: Any, *, evaluates: bool = Tr
             with torch.enable_grad():  # a loss may have gradients inside, such as a penalty
                 loss_of(model)
 
-    return Work(forward, observed, owners=(loss_of_batch, batch))
+    return Work(forward, observed, may_lower_rotary=True, owners=(loss_of_batch, batch))
 
 
 def fitting_batch(model: nn.Module, batch: Any) -> Any:

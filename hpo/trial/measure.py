@@ -74,6 +74,8 @@ class Measurement:
     """False if two equal passes in fp32 differ. Then nothing is known of the precision."""
     float32_buffers: list[str] = field(default_factory=list)
     """Buffers in fp32 beside weights in bf16 (`hpo.precision.amp.float32_buffers`)."""
+    keeps_rotary: bool = True
+    """False if the model runs only with its rotary frequencies in bf16."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task or output: ||y - y32|| / ||y32||}."""
     gradient_cosine: float | None = None
@@ -89,7 +91,7 @@ class Measurement:
 
     def fitting(self, precision: Precision) -> Precision:
         """Return the precision as it was measured."""
-        return replace(precision, keeps_rotary=bool(self.float32_buffers))
+        return replace(precision, keeps_rotary=self.keeps_rotary)
 
 
 @dataclass
@@ -123,6 +125,8 @@ class Work:
     """Returns the meaningful part of an output on the CPU."""
     reference_flags: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """A context for the model of the reference."""
+    may_lower_rotary: bool = False
+    """Whether rotary frequencies may be bf16 if fp32 fails, as in code of a user."""
     owners: Sequence[object] = ()
     """Objects beside the model that may hold generators of random numbers."""
 
@@ -310,10 +314,11 @@ def _measure_sides(
     side = replace(side, same_draws=bool(reference and reference.draws and not compile_model))
     with training_without_dropout(model):
         candidate, measurement = _attempt(side, compile_model)
-        if candidate is None and measurement.float32_buffers:
+        if candidate is None and side.work.may_lower_rotary and measurement.float32_buffers:
             plain = MixedPrecision(replace(precision, keeps_rotary=False), amp.config, amp.device)
             again = _attempt(replace(side, mixed_precision=plain), compile_model)
-            candidate, measurement = again if again[0] else (None, measurement)
+            if again[0]:
+                candidate, measurement = again[0], replace(again[1], keeps_rotary=False)
     if compile_model and fp32 and not measurement.finite:  # the compiler may be at fault
         fp32 = attempt_in_fp32(compile_model)
         if fp32 and not fp32[1].finite:

@@ -223,6 +223,12 @@ def test_copies_of_rows_do_not_narrow_an_interval() -> None:
     assert width(metric_intervals({"t": copied}).tasks["t"]["mae"]) < 0.7 * width(once)
 
 
+def test_rows_of_one_group_have_no_known_accuracy() -> None:
+    rows = statistics_of(SINGLE, ["a"] * 200, ["a"] * 190 + ["b"] * 10)
+    found = metric_intervals({"t": dataclasses.replace(rows, group_E=np.zeros(200, np.intp))}).tasks["t"]
+    assert (found["accuracy"].low, found["accuracy"].high) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize("is_even", [True, False])
 def test_interval_of_accuracy_covers_the_population_of_authors(is_even: bool) -> None:
     """30 authors of 10 rows. The share of right rows of an author has a beta distribution around 85 %."""

@@ -122,6 +122,7 @@ def test_the_condition_names_losses_with_an_example() -> None:
         f"q, losses of 2.00 + {slack:.2f} / q in a share q of runs break it ({2 + slack / 0.05:.2f} in 5%). "
         "36 runs exclude no q below 8%."
     ) in found.sentence
+    assert compare_runs([BALANCED] * 36, [BALANCED] * 36, 25.0).condition is None, "no loss breaks it"
     worse = compare_runs([BALANCED] * 9, [with_accuracy(80)] * 9, 0.5)
     assert (worse.verdict, "This holds if gains beyond 2.00 points" in worse.sentence) == ("worse", True)
 
@@ -148,6 +149,23 @@ def test_rows_of_a_group_are_one_piece_of_evidence() -> None:
         "With 1,000 labelled rows in 100 groups, losses under 3.63 points cannot be excluded. A margin of "
         "0.5 needs 736 such groups"
     )
+
+
+def test_rows_of_one_group_show_nothing() -> None:
+    truths, predicted = classes(1000, 0.1)
+    for runs in ([predicted], [predicted] * 20):
+        found = hpo.compare_predictions(TASK, truths, runs, runs, margin=5.0, groups=["one"] * 1000)
+        assert (found.verdict, found.reason) == ("not_shown", "All labelled rows are one group")
+        assert "(too few groups for an interval)" in found.sentence
+        assert "1,000 labelled rows in 1 group." in found.sentence
+
+
+def test_uneven_groups_state_their_assumption() -> None:
+    truths, predicted = classes(1000, 0.1)
+    groups = [max(row, 50) for row in range(1000)]
+    found = compare(truths, predicted, reference=predicted, margin=9.0, groups=groups)
+    assert (found.verdict, found.num_groups) == ("as_good", 950)
+    assert "the sizes of new groups are distributed as those of these groups" in found.sentence
 
 
 def test_a_copied_row_counts_once() -> None:

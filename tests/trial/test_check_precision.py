@@ -249,6 +249,12 @@ def test_long_sums_of_a_check_are_in_fp32(precision: str, sums: set[str]) -> Non
     )
 
 
+def test_reasons_name_sums_of_this_check_alone() -> None:
+    for precision, is_said in (("bf16", True), ("fp32", False)):
+        check = hpo.check_precision(Tagger(), total, torch.randn(64, 50, 16), precision, repeats=1)
+        assert any("summed in fp32" in reason for reason in check.reasons) == is_said, check.reasons
+
+
 def test_check_names_a_gradient_with_a_sum_that_stops() -> None:
     check = hpo.check_precision(Recurrent(), total, torch.randn(2000, 16), "bf16-true", repeats=1)
     assert check.verdict == "degraded", check
