@@ -47,19 +47,19 @@ def test_clock_counts_only_compilation(now: list[float]) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 def test_compiled_modules_of_a_scope(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 5)
-    layers = ["encoder.encoder.layer.0", "encoder.encoder.layer.1"]
-    for scope, names in (("model", [""]), ("layers", layers)):
-        compile_ = Mock(side_effect=lambda function, **_: function)
-        monkeypatch.setattr(torch, "compile", compile_)
-        model = make_model()
-        keys = list(model.state_dict())
-        assert apply_compile(model, mode, scope) is model
-        assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
-        assert compiled_modules(model) == names
-        assert [call.kwargs for call in compile_.call_args_list] == [{"mode": mode}] * len(names)
-        assert list(model.state_dict()) == keys
-    drop_compiled(CPU)
-    assert torch._dynamo.config.recompile_limit == 5
-    drop_compiled(CPU)
-    assert torch._dynamo.config.recompile_limit == 5
+    with torch._dynamo.config.patch(recompile_limit=5):
+        layers = ["encoder.encoder.layer.0", "encoder.encoder.layer.1"]
+        for scope, names in (("model", [""]), ("layers", layers)):
+            compile_ = Mock(side_effect=lambda function, **_: function)
+            monkeypatch.setattr(torch, "compile", compile_)
+            model = make_model()
+            keys = list(model.state_dict())
+            assert apply_compile(model, mode, scope) is model
+            assert torch._dynamo.config.recompile_limit == RECOMPILE_LIMIT
+            assert compiled_modules(model) == names
+            assert [call.kwargs for call in compile_.call_args_list] == [{"mode": mode}] * len(names)
+            assert list(model.state_dict()) == keys
+        drop_compiled(CPU)
+        assert torch._dynamo.config.recompile_limit == 5
+        drop_compiled(CPU)
+        assert torch._dynamo.config.recompile_limit == 5
