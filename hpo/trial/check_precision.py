@@ -170,10 +170,11 @@ def work_of_loss(loss_of_batch: LossOfBatch, batch: Any, *, evaluates: bool = Tr
         # A model called in parts, or without tensors in its output, has only its loss.
         return loss, outputs or {"loss": loss}
 
-    def observed(model: nn.Module) -> None:
-        if model.training or evaluates:
-            with torch.enable_grad():  # a loss may have gradients inside, such as a penalty
-                loss_of(model)
+    def observed(model: nn.Module) -> Tensor | None:
+        if not (model.training or evaluates):
+            return None
+        with torch.enable_grad():  # a loss may have gradients inside, such as a penalty
+            return loss_of(model)
 
     return Work(forward, observed, may_lower_rotary=True, owners=(loss_of_batch, batch))
 

@@ -255,6 +255,27 @@ def test_reasons_name_sums_of_this_check_alone() -> None:
         assert any("summed in fp32" in reason for reason in check.reasons) == is_said, check.reasons
 
 
+class BackwardInBf16(torch.autograd.Function):
+    """A product in fp32 whose backward pass multiplies in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        rows, weight, grad = (one.bfloat16() for one in (*ctx.saved_tensors, *gradients))
+        return (grad @ weight).float(), (grad.t() @ rows).float()
+
+
+def test_backward_pass_in_another_format_disagrees() -> None:
+    model = Wrapped(lambda model, x: BackwardInBf16.apply(x, model.linear.weight))
+    check = hpo.check_precision(model, squares, torch.randn(8, 4), "fp32", repeats=1)
+    assert check.measurement.agrees is False
+    assert "backward" in check.measurement.disagreement
+
+
 def test_check_names_a_gradient_with_a_sum_that_stops() -> None:
     check = hpo.check_precision(Recurrent(), total, torch.randn(2000, 16), "bf16-true", repeats=1)
     assert check.verdict == "degraded", check
