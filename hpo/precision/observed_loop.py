@@ -47,10 +47,10 @@ class ObservedLoop:
         ):
             self._hooks.callback(handle.remove)
 
-    def begin_step(self) -> None:
-        """Begin the observation of a training step, if none was observed."""
-        if "step" not in self._kinds:
-            self._kinds.add("step")
+    def begin_step(self, kind: object) -> None:
+        """Begin the observation of a training step, if none of its kind was observed."""
+        if kind not in self._kinds:
+            self._kinds.add(kind)
             self._begin(is_step=True)
 
     def end_step(self) -> None:

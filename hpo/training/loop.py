@@ -389,30 +389,38 @@ def _in_fp32(
 
 def apply_gradients(
     parameters: Iterable[Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
     loss: Tensor,
     mixed_precision: MixedPrecision,
     max_grad_norm: float,
+    closure: Callable[[], Tensor] | None = None,
 ) -> None:
     """Unscale, clip to the global norm, step and update the scale, in this order (PyTorch, AMP examples).
 
-    `parameters` are those of the optimizer: no others are unscaled.
+    `parameters` are those of the optimizer: no others are unscaled. Of several optimisers, all step or none:
+    clipping to one norm spreads NaN from each to all. `closure` is that of `Optimizer.step`.
     """
     scaler, device_type = mixed_precision.scaler, mixed_precision.device.type
-    scaler.unscale_(optimizer)
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    for each in optimizers:
+        scaler.unscale_(each)
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm([cast(Tensor, parameter.grad) for parameter in parameters], device_type)
     # A GPU always clips. A comparison of the norm would wait for it.
     clips = bool(max_grad_norm) and (device_type != "cpu" or not norm <= max_grad_norm)
-    if is_fused(optimizer) and not scaler.is_enabled():
+    divides = clips and all(map(is_fused, optimizers)) and not scaler.is_enabled()
+    for each in filter(is_fused, optimizers):
         # PyTorch's fused optimisers divide the gradients by this.
-        cast(Any, optimizer).grad_scale = ((norm + 1e-6) / max_grad_norm).clamp(min=1) if clips else None
-    elif clips:
+        cast(Any, each).grad_scale = ((norm + 1e-6) / max_grad_norm).clamp(min=1) if divides else None
+    if clips and not divides:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     found_inf = mixed_precision.record_step(loss, norm)
     with mixed_precision.counting_moves(parameters):
-        if scaler.is_enabled():
-            scaler.step(optimizer)
-            mixed_precision.update_scale()
-        else:
-            step_unless(optimizer, found_inf)
+        if not scaler.is_enabled():
+            for each in optimizers:
+                step_unless(each, found_inf, closure)
+            return
+        if len(optimizers) == 1 or not found_inf:
+            for each in optimizers:
+                scaler.step(each)
+        mixed_precision.update_scale()

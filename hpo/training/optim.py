@@ -12,6 +12,7 @@ budget. So a resumed trial needs no scheduler state.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -174,8 +175,14 @@ def is_fused(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Step if `found_inf` is 0, not 1.
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return True if a step needs a closure that makes loss and gradients again, as L-BFGS does."""
+    closure = signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
+
+
+def step_unless(optimizer: Optimizer, found_inf: Tensor, closure: Any = None) -> None:
+    """Step if `found_inf` is 0, not 1. The closure is that of `Optimizer.step`.
 
     Fused optimisers and Lion read `found_inf` on the device. Adafactor and encoded moments wait for the
     device here, like GradScaler.
@@ -186,7 +193,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
         stepping.found_inf = found_inf
     elif found_inf:
         return
-    optimizer.step()
+    optimizer.step(*[closure] if closure else [])
 
 
 def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:

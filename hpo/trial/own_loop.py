@@ -17,7 +17,7 @@ A step is made as in `hpo.training.loop`. The rest of the trial is in `hpo.trial
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,16 +25,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hpo.config.limits import MEASURED_METRICS
-from hpo.errors import CodeError, InputError, Invalid, Nonfinite
+from hpo.errors import CodeError, Incompatible, InputError, Invalid, Nonfinite
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.effective import observe_model
 from hpo.precision.observation import Agreement
 from hpo.precision.table import Precision
 from hpo.random_numbers import held_generators, same_random_numbers
 from hpo.training.loop import CHECK_EVERY, apply_gradients, backward, repeated_in_fp32
-from hpo.training.optim import gradient_norm
+from hpo.training.optim import gradient_norm, needs_closure
 from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try_loss, work_of_loss
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import Measurement, Work, measure_work
@@ -57,46 +58,73 @@ class Amp:
         self,
         loss_of_batch: LossOfBatch,
         batch: Any,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         num_examples: int | None = None,
     ) -> Tensor:
         """Make one optimiser step on a batch, and return its loss, detached.
 
         Forward and loss run under autocast. The gradients of the optimizer's parameters are unscaled and
         clipped to `max_grad_norm`. A step with non-finite gradients is skipped. If loss or gradients stay
-        non-finite, the trial ends as `nonfinite`.
+        non-finite, the trial ends as `nonfinite`. Two losses, as of a GAN, are two calls.
 
         Args:
             loss_of_batch: the loss, a scalar tensor, of `(model, batch)`.
+            optimizer: one, or several that step together: their gradients have one norm, and all skip a step
+                that one must skip. One that needs a closure (L-BFGS) is alone, and has no fp16.
             num_examples: the examples of the batch; None: the one length of all its tensors. If they have
                 several, the number of the trial's examples is unknown.
         """
         with self._trial.ending():
             rows = examples_of(batch) if num_examples is None else num_examples
-            return self._step(loss_of_batch, batch, optimizer, rows)
+            several: Any = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+            return self._step(loss_of_batch, batch, several, rows)
 
     def _step(
-        self, loss_of_batch: LossOfBatch, batch: Any, optimizer: torch.optim.Optimizer, num_examples: float
+        self, loss_of_batch: LossOfBatch, batch: Any, optimizers: list[Optimizer], num_examples: float
     ) -> Tensor:
         trial, model, amp = self._trial, self._model, self._mixed_precision
+        max_norm, parameters = trial.config.max_grad_norm or 0.0, _parameters(optimizers)
+        has_closure = any(map(needs_closure, optimizers))
+        if len({*parameters}) < len(parameters) or (has_closure and len(optimizers) > 1):
+            raise CodeError(
+                "amp.step: several optimisers must share no parameter, and need no closure, as L-BFGS does. "
+                "Give each a call of its own."
+            )
+        if has_closure and amp.scaler.is_enabled():
+            raise Incompatible("PyTorch's loss scaling has no steps with a closure. Use bf16, fp32 or AdamW.")
         trial.end_setup()
         amp.start_step()
-        self._clear_gradients(optimizer)
         in_fp32 = partial(self._in_fp32, loss_of_batch, batch)
-        self._loop.begin_step()
-        loss = backward(
-            amp,
-            lambda: loss_of_batch(model, fitting_batch(model, batch)).squeeze(),
-            lambda: in_fp32(amp.scaler.scale),
-        )
+
+        def forward_backward() -> Tensor:
+            self._clear_gradients(optimizers)
+            return backward(
+                amp,
+                lambda: loss_of_batch(model, fitting_batch(model, batch)).squeeze(),
+                lambda: in_fp32(amp.scaler.scale),
+            )
+
+        self._loop.begin_step(("step", *map(id, optimizers)))
+        loss = forward_backward()
         self._loop.end_step()
-        if all(parameter.grad is None for parameter in _parameters(optimizer)):
+        with_gradient = [any(one.grad is not None for one in _parameters([each])) for each in optimizers]
+        if not (with_gradient and all(with_gradient)):
             raise CodeError("amp.step: no parameter of the optimizer has a gradient by the loss.")
+        passed = [loss]
+
+        def closure() -> Tensor:
+            if passed:  # its gradients are there
+                return passed.pop()
+            again = forward_backward()
+            if max_norm:
+                nn.utils.clip_grad_norm_(parameters, max_norm)
+            return again
+
+        apply_gradients(parameters, optimizers, loss, amp, max_norm, closure if has_closure else None)
         amp.end_step(amp.step_fallbacks if amp.config.fallback_to_fp32 else 0)
-        apply_gradients(_parameters(optimizer), optimizer, loss, amp, trial.config.max_grad_norm or 0.0)
         trial.count_step(loss, num_examples)
         if trial.state.step % CHECK_EVERY[amp.device.type] == 0:
-            with repeated_in_fp32(amp, partial(self._is_finite_in_fp32, in_fp32, optimizer)):
+            with repeated_in_fp32(amp, partial(self._is_finite_in_fp32, in_fp32, optimizers)):
                 amp.check()
         trial.heartbeat()
         return loss
@@ -117,20 +145,19 @@ class Amp:
             scale(loss).backward()
         return loss.detach()
 
-    def _clear_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clear those of the model, also beside the optimizer, and of parameters beside the model."""
+    def _clear_gradients(self, optimizers: list[Optimizer]) -> None:
+        """Clear those of the model, also beside the optimizers, and of parameters beside the model."""
         self._model.zero_grad(set_to_none=True)
-        optimizer.zero_grad(set_to_none=True)
+        for each in optimizers:
+            each.zero_grad(set_to_none=True)
 
-    def _is_finite_in_fp32(
-        self, in_fp32: Callable[..., Tensor], optimizer: torch.optim.Optimizer
-    ) -> bool | None:
+    def _is_finite_in_fp32(self, in_fp32: Callable[..., Tensor], optimizers: list[Optimizer]) -> bool | None:
         """Repeat the last step in fp32. None: another step broke, or the weights have changed since."""
         if not bool(self._mixed_precision.last_skipped):
             return None
-        self._clear_gradients(optimizer)
+        self._clear_gradients(optimizers)
         loss = in_fp32(lambda loss: loss)
-        gradients = [one.grad for one in _parameters(optimizer) if one.grad is not None]
+        gradients = [one.grad for one in _parameters(optimizers) if one.grad is not None]
         norm = gradient_norm(gradients, self._mixed_precision.device.type)
         return bool(torch.isfinite(loss + norm))
 
@@ -147,8 +174,8 @@ class _LossModule(nn.Module):
         return self.loss_of_batch(self.model, batch)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return (one for group in optimizer.param_groups for one in group["params"])
+def _parameters(optimizers: list[Optimizer]) -> list[Tensor]:
+    return [one for each in optimizers for group in each.param_groups for one in group["params"]]
 
 
 class Run:

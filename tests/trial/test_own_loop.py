@@ -118,6 +118,111 @@ def test_step_without_a_gradient_is_invalid(tmp_path: Path) -> None:
     assert "no parameter of the optimizer has a gradient" in result.reason
 
 
+SEVERAL = """
+@hpo.trial
+def train(run):
+    model = nn.ModuleDict({"made": nn.Linear(4, 4), "judge": nn.Linear(4, 1), "other": nn.Linear(4, 2)})
+    judged = lambda model, rows: (model["judge"](model["made"](rows).detach()) - 1).square().mean()
+    made = lambda model, rows: model["judge"](model["made"](rows)).abs().mean()
+    both = lambda model, rows: made(model, rows) + model["other"](rows).square().mean()
+    amp = run.prepare(model, both, ROWS)
+    rate = run.params["learning_rate"]
+    first, second = torch.optim.SGD(model["made"].parameters(), rate), torch.optim.Adam(
+        model["judge"].parameters(), rate
+    )
+    third = torch.optim.AdamW(model["other"].parameters(), rate)
+    newton = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=4)
+    run.keep(model=model)
+    losses = []
+    for _ in run.steps(3):
+        LOOP
+        run.report({"accuracy": 1.0})
+    run.folder.joinpath("losses").write_text(repr(losses))
+"""
+GAN = "losses += [float(amp.step(judged, ROWS, second)), float(amp.step(made, ROWS, first))]"
+TOGETHER = "losses += [float(amp.step(both, ROWS, (first, second, third)))]"
+NEWTON = "losses += [float(amp.step(both, ROWS, newton))]"
+
+
+def plain_steps(step: str, enabled: bool, norm: float) -> tuple[list[float], dict[str, Any]]:
+    """Run `SEVERAL` with PyTorch alone, as its AMP examples do with several losses and optimisers."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, enabled=enabled)
+    code: dict[str, Any] = {}
+    exec(HEAD, code)
+
+    class Amp:
+        def step(self, loss_of: Any, rows: Any, optimizers: Any) -> Any:
+            several = optimizers if isinstance(optimizers, tuple) else (optimizers,)
+            stepped = [one for each in several for one in each.param_groups[0]["params"]]
+
+            def closure() -> Any:
+                run.model.zero_grad()
+                with torch.autocast("cpu", torch.float16, enabled=enabled):
+                    loss = loss_of(run.model, rows)
+                scaler.scale(loss).backward()
+                for each in several if enabled else ():
+                    scaler.unscale_(each)
+                nn.utils.clip_grad_norm_(stepped, norm)
+                return loss
+
+            if isinstance(optimizers, torch.optim.LBFGS):
+                return optimizers.step(closure).detach()
+            loss = closure()
+            for each in several:
+                scaler.step(each)
+            scaler.update()
+            return loss.detach()
+
+    class Run:
+        folder, params = Path(), RATE
+
+        def prepare(self, model: Any, *_: Any) -> Any:
+            self.model = model
+            return Amp()
+
+        def keep(self, **_: Any) -> None: ...
+
+        def steps(self, number: int) -> Any:
+            return range(number)
+
+        def report(self, _: Any) -> None: ...
+
+    run: Any = Run()
+    losses: list[float] = []
+    text = SEVERAL.replace("LOOP", step).replace("@hpo.trial", "").replace("losses = []", "losses = LOSSES")
+    seed_all(3)
+    code["LOSSES"] = losses
+    exec(text.replace("    run.folder", "    #"), code)
+    code["train"](run)
+    return losses, run.model.state_dict()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("step", [GAN, TOGETHER, NEWTON], ids=["gan", "together", "newton"])
+def test_steps_of_several_optimizers_are_those_of_pytorch(tmp_path: Path, step: str, precision: str) -> None:
+    norm = None if step == NEWTON else 1.0  # the two norms may differ in the last bit
+    training = {"seed": 3, "max_grad_norm": norm}
+    executor = own_executor(tmp_path, SEVERAL.replace("LOOP", step), training=training)
+    result = run(executor, tmp_path / "trial", fp_precision=precision)
+    if (step, precision) == (NEWTON, "fp16"):
+        assert (result.outcome, "no steps with a closure" in result.reason) == ("incompatible", True)
+        return
+    assert result.outcome == "complete", result.reason
+    assert result.telemetry["precision"]["agrees"], result.telemetry["precision"]
+    losses, state = plain_steps(step, precision == "fp16", norm or float("inf"))
+    assert (tmp_path / "trial" / "files" / "losses").read_text() == repr(losses)
+    stored = weights_of(tmp_path / "trial")
+    assert all(torch.equal(stored[f"model.{name}"], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("optimizers", ["(first, first)", "[first, newton]", "[]", "(first, unused)"])
+def test_optimizers_that_cannot_step_together(tmp_path: Path, optimizers: str) -> None:
+    unused = "unused = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)"
+    step = f"{unused}; amp.step(both, ROWS, {optimizers})"
+    result = run(own_executor(tmp_path, SEVERAL.replace("LOOP", step)))
+    assert (result.outcome, "amp.step: " in result.reason) == ("invalid", True), result.reason
+
+
 ENDS_LATE = """
 @hpo.trial
 def train(run):
