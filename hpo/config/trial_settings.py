@@ -151,9 +151,10 @@ class TrialSettings(CheckedSection):
     in bf16, or in fp32 with `fp32`. With `fp_precision: bf16-true`, `fp32` means bf16."""
     gradient_checkpointing: Switch = False
     """Recompute activations in the backward pass: less memory, more time."""
-    attention: Literal["sdpa", "eager", "flash"] = "sdpa"
+    attention: Literal["sdpa", "eager", "flash"] | None = None
     """Attention implementation. `sdpa` is PyTorch's fused one (with attention dropout on a CPU, one of ours,
-    because PyTorch has no kernel). `flash` needs flash-attention and a GPU."""
+    because PyTorch has no kernel). `flash` needs flash-attention and a GPU. Default: `sdpa`, or `eager` for
+    an encoder without it (DeBERTa, MPNet, Mamba)."""
     compile: Literal["none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
         "none"
     )

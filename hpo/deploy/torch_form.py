@@ -12,7 +12,7 @@ def export_in_precision(
 ) -> Path:
     """Write a copy of the model with another precision, and an attention that the device has."""
     trained = str(read_metadata(exported)["attention"])
-    attention = attention_on(device.partition(":")[0], trained)
+    attention = attention_on(device.partition(":")[0], trained) or trained
     network, tokenizer, settings = load_exported(
         exported, attention=attention, trust_remote_code=trust_remote_code
     )

@@ -9,6 +9,7 @@ frozen ones come from the encoder again, and `base_digest` shows if they are the
 """
 
 import hashlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from typing import Any, cast
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hpo.errors import InputError, ModelError, did_you_mean, shorten
 from hpo.precision.frozen import STORAGE_DTYPES, plain_linears, storage_facts
@@ -49,7 +51,7 @@ def add_adapter(encoder: nn.Module, settings: AdapterSettings) -> nn.Module:
     Raises ModelError if a target is no linear layer, InputError if peft is missing.
     """
     _import_peft()
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
 
     config = LoraConfig(
         r=settings.lora_rank,
@@ -58,9 +60,18 @@ def add_adapter(encoder: nn.Module, settings: AdapterSettings) -> nn.Module:
         target_modules=_targets(encoder, settings.lora_targets),
         use_dora=settings.adapter == "dora",
     )
-    adapted: Any = inject_adapter_in_model(config, encoder)
+    adapted: Any = _inject(config, encoder)
     adapted.base_digest = weights_digest(adapted)
     return cast(nn.Module, adapted)
+
+
+def _inject(config: Any, encoder: nn.Module) -> nn.Module:
+    """Add an adapter in place. peft sets `fan_in_fan_out` for each layer, and warns of that."""
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set")
+        return inject_adapter_in_model(config, encoder)
 
 
 def _import_peft() -> None:
@@ -76,8 +87,11 @@ def _targets(encoder: nn.Module, targets: str | tuple[str, ...]) -> list[str]:
     linears = [
         name
         for name, module in encoder.named_modules()
-        if isinstance(module, nn.Linear) and not name.startswith("pooler.")
+        if isinstance(module, nn.Linear | Conv1D) and not name.startswith("pooler.")
     ]
+    if not linears:
+        name = type(encoder).__name__
+        raise ModelError(f"adapter: must have linear layers to adapt, but this {name} has none. Use none.")
     layers: set[str] = set()
     for target in (targets,) if isinstance(targets, str) else targets:
         matching = {name for name in linears if target == ALL_LINEAR or f".{name}".endswith(f".{target}")}
@@ -186,12 +200,12 @@ def save_adapter(encoder: Any, folder: Path, base: str | None) -> None:
 def load_adapter(encoder: nn.Module, folder: Path) -> nn.Module:
     """Add the adapter of `folder` to the encoder, in place. Raises ModelError if it does not fit."""
     _import_peft()
-    from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
+    from peft import PeftConfig, set_peft_model_state_dict
 
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = False  # otherwise its weights would be frozen
-        adapted: nn.Module = inject_adapter_in_model(config, encoder)
+        adapted = _inject(config, encoder)
         stored = load_file(folder / ADAPTER_WEIGHTS)
         weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
         keys: Any = set_peft_model_state_dict(adapted, weights)

@@ -94,4 +94,19 @@ def compact_vocabulary(model: nn.Module, optimizer: str, used_ids: NDArray[Any])
     padding = [] if table.padding_idx is None else [table.padding_idx]
     used_ids = np.union1d(used_ids, padding).astype(np.int64)
     ids = torch.from_numpy(used_ids).to(table.weight.device)
-    encoder.set_input_embeddings(CompactEmbedding(table, ids))
+    name = next(name for name, module in encoder.named_modules() if module is table)
+    if type(encoder).__module__.startswith("transformers.") or _only_calls(encoder, name, ids[:8]):
+        encoder.set_submodule(name, CompactEmbedding(table, ids))
+
+
+def _only_calls(encoder: nn.Module, name: str, ids: Tensor) -> bool:
+    """Return True if the encoder only calls the table `name`: other code may read its weight itself."""
+    table: Any = encoder.get_submodule(name)
+    weight = table.weight.detach()
+    inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
+
+    read = {f"{name}.weight": torch.full_like(weight, torch.nan)}
+    called = lambda _module, args, kwargs, _output: F.embedding((*args, *kwargs.values())[0], weight)  # noqa: E731
+    with table.register_forward_hook(called, with_kwargs=True), torch.no_grad():
+        output = torch.func.functional_call(encoder, read, kwargs=inputs)
+    return bool(output.last_hidden_state.isfinite().all())

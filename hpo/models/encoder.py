@@ -43,6 +43,7 @@ from hpo.errors import BrokenEncoderError, ModelError, did_you_mean, shorten
 from hpo.extensions import ENCODERS
 from hpo.models.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
 from hpo.models.attention import FLASH, attend_with_fast_dropout, sdpa_in_place_of_flash
+from hpo.models.attention import NAME as FAST_SDPA
 from hpo.models.hub import broken_file, encoder_folder
 
 ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": FLASH}
@@ -63,9 +64,15 @@ for _chatty in ("torchao", "torch.utils._pytree", "huggingface_hub", "bitsandbyt
     logging.getLogger(_chatty).setLevel(logging.ERROR)
 
 
-def attention_on(device: str, attention: str) -> str:
+def attention_on(device: str, attention: str | None) -> str | None:
     """Return the attention for a type of device: `flash` has no CPU kernels, and `sdpa` computes the same."""
     return "sdpa" if device == "cpu" and attention == "flash" else attention
+
+
+def attention_of(encoder: Any) -> str | None:
+    """Return the setting `attention` that the encoder runs. None: an encoder of a study's own code."""
+    names = {own: name for name, own in ATTENTION_IMPLEMENTATIONS.items()} | {FAST_SDPA: "sdpa"}
+    return names.get(encoder.config._attn_implementation)
 
 
 def load_tokenizer(
@@ -149,7 +156,7 @@ def check_token_ids(encoder: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 def load_encoder(
     encoder: str | Mapping[str, Any],
     *,
-    attention: str = "sdpa",
+    attention: str | None = None,
     dropout: float | None = None,
     attention_dropout: float | None = None,
     revision: str | None = None,
@@ -157,9 +164,9 @@ def load_encoder(
 ) -> nn.Module:
     """Return the encoder with fp32 weights, on the CPU, in evaluation mode.
 
-    `dropout` and `attention_dropout` replace the encoder's; None keeps them. An inline configuration gets
-    random weights from torch's global generator: seed it before. No head reads the encoder's pooler: it stays
-    in place for exports, but is frozen.
+    `dropout` and `attention_dropout` replace the encoder's; None keeps them. `attention` None is `sdpa`, or
+    `eager` without it. An inline configuration gets random weights from torch's global generator: seed it
+    before. No head reads the encoder's pooler: it stays in place for exports, but is frozen.
     """
     folder = None
     if isinstance(encoder, str):
@@ -193,7 +200,7 @@ def load_encoder(
 
     options: dict[str, Any] = {
         "config": config,
-        "attn_implementation": ATTENTION_IMPLEMENTATIONS[attention],
+        "attn_implementation": attention and ATTENTION_IMPLEMENTATIONS[attention],
         "dtype": torch.float32,
         "trust_remote_code": trust_remote_code,
     }
@@ -205,9 +212,12 @@ def load_encoder(
             model, loading = AutoModel.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True, **options
             )
+    if (first := model.main_input_name) != "input_ids":
+        raise ModelError(
+            f"{shown}: an encoder must read token ids, but it reads `{first}`. Use one of texts."
+        )
     _check_weights(model, loading, shown)
-    if attention == "sdpa":
-        attend_with_fast_dropout(model)
+    attend_with_fast_dropout(model)
     if isinstance(getattr(model, "pooler", None), nn.Module):
         model.pooler.requires_grad_(False)
     return cast(nn.Module, model.eval())
@@ -397,8 +407,7 @@ def _as_model_error(shown: str, attention: str | None = None, folder: Path | Non
                 f"code, then set `model.trust_remote_code: true`, or use another encoder."
             )
         elif attention and re.search("attention implementation|flash.?attention", str(error), re.IGNORECASE):
-            others = " or ".join(name for name in ATTENTION_IMPLEMENTATIONS if name != attention)
-            message = f"attention: `{attention}` does not work for {shown} here: {text} Use {others}."
+            message = f"attention: `{attention}` does not work for {shown} here: {text} Leave it out."
         else:
             if folder is not None and (broken := broken_file(folder)):
                 text = f"{broken}. Download or save it again."

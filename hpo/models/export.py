@@ -114,7 +114,8 @@ def export_model(
             base_encoder.save_pretrained(folder / BASE_FOLDER)
         tokenizer.save_pretrained(folder)
         state = model.state_dict().items()
-        heads = {name: value.contiguous() for name, value in state if not name.startswith("encoder.")}
+        # A copy of each: a file of safetensors cannot hold tied weights.
+        heads = {key: one.contiguous().clone() for key, one in state if not key.startswith("encoder.")}
         save_file(heads, folder / "heads.safetensors")
         head: dict[str, Any] = {"format": EXPORT_FORMATS["torch"]}
         if base is not None:

@@ -16,7 +16,7 @@ from hpo.errors import CodeError, DataError, RunError, TrialEnd
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.json_safe import json_safe
 from hpo.models.adapters import base_digest, has_adapter, load_trained, merge_adapter
-from hpo.models.encoder import attention_on
+from hpo.models.encoder import attention_of, attention_on
 from hpo.models.export import BaseModel, ExportSettings, export_model
 from hpo.models.hub import hub_id
 from hpo.models.model_parts import set_float32_parts
@@ -105,7 +105,7 @@ def export_checkpoint(
     data = executor.study.data
     settings = ExportSettings(
         windowing=executor.loader.windowing(config),
-        attention=config.attention,
+        attention=config.attention or "sdpa",
         precision=precision.name,
         fp32_parts=tuple(config.fp32_parts),
         tf32=bool(config.amp.tf32),
@@ -153,6 +153,7 @@ def _best_model(executor: Executor, folder: Path, params: Mapping[str, Any]) -> 
     runnable = attention_on(executor.device.type, config.attention)
     manual_seed(config.seed)  # frozen weights that are random are those of the trial
     model = executor.loader.build_model(config.model_copy(update={"attention": runnable}))
+    config = config.model_copy(update={"attention": config.attention or attention_of(model.encoder)})
     digest = base_digest(model)
     if digest != best.state.get("base_digest", digest):
         raise RunError(

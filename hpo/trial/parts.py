@@ -33,13 +33,13 @@ from hpo.evaluation.contributions import baselines, perfect_statistics
 from hpo.extensions import is_own
 from hpo.models.adapters import AdapterSettings, add_adapter
 from hpo.models.compact_embedding import compact_vocabulary
-from hpo.models.encoder import check_token_ids, load_encoder, load_tokenizer
+from hpo.models.encoder import attention_of, check_token_ids, load_encoder, load_tokenizer
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.models.own_encoder import REFUSED, OwnEncoder
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides
-from hpo.precision.frozen import store_frozen
+from hpo.precision.frozen import FrozenLinear, store_frozen
 from hpo.precision.table import Resolution, base_lacks, resolve, support
 from hpo.random_numbers import manual_seed
 from hpo.tasks.kind import Kind, kind_of
@@ -164,6 +164,11 @@ class TrialLoader:
             gradient_checkpointing=config.gradient_checkpointing,
         )
         store_frozen(model, config.base_precision, torch.float32)
+        if config.base_precision != "fp32" and FrozenLinear not in map(type, model.modules()):
+            raise ModelError(
+                f"base_precision: `{config.base_precision}` needs frozen layers of `torch.nn.Linear`, but "
+                f"{type(encoder).__name__} has none (those of GPT-2 are Conv1D). Use fp32."
+            )
         if self.device.type == "cpu":
             for weight in model.parameters():  # a weight mapped from a file would keep the file in memory
                 weight.data = weight.data.clone()
@@ -274,6 +279,7 @@ def build_trial(
             **({"sources": sampling.facts()} if sampling else {}),
         },
         baseline=loader.baseline,
+        attention={"requested": config.attention, "effective": parts.config.attention},
     )
     return parts
 
@@ -291,6 +297,7 @@ def assemble(
     model = build(config)
     if config.fp32_parts != AUTO:
         set_float32_parts(model, config.fp32_parts)
+    config = config.model_copy(update={"attention": attention_of(model.encoder)})
     in_fp32 = config.model_copy(update={"base_precision": "fp32"})
     loss_fn = _loss_fn(config, model, train)
     return TrialParts(

@@ -214,6 +214,44 @@ def test_unknown_target_is_refused_before_the_study(tmp_path: Path) -> None:
         executor.check_study()
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_layers_of_gpt2_are_adapted_as_by_peft(tmp_path: Path, adapter: str) -> None:
+    """GPT-2's layers are Conv1D. The reference is peft's own model over the exported adapter."""
+    executor = trained_on(tmp_path, GPT2, adapter=adapter, pooling="last", fp_precision="fp32")
+    alone = hpo.load(exported(executor, tmp_path, "alone"))
+    base = AutoModel.from_pretrained(tmp_path / "alone" / "base")
+    theirs = PeftModel.from_pretrained(base, tmp_path / "alone").eval()
+    inputs = alone.tokenizer(TEXTS[:1], return_tensors="pt")
+    with torch.no_grad():
+        ours = alone.network.encoder(**inputs).last_hidden_state
+        assert torch.equal(ours, theirs(**inputs).last_hidden_state)
+    merged = hpo.load(exported(executor, tmp_path, "merged", merge=True))
+    assert 0 < largest_error(alone, merged) < 2e-6
+    assert any(".c_attn.lora_B" in name for name in weights_of(tmp_path / "trial"))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "training", "message"),
+    [
+        (GPT2, {"base_precision": "int8"}, "`int8` needs frozen layers of `torch.nn.Linear`, but GPT2Model"),
+        (
+            {**BERT, "model_type": "squeezebert", "embedding_size": 32},
+            {},
+            "must have linear layers to adapt, but this Squeeze",
+        ),
+    ],
+)
+def test_encoder_without_linear_layers_is_refused(
+    tmp_path: Path, encoder: Any, training: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        run_trial(executor_of(tmp_path, encoder, pooling="last", **training), tmp_path / "trial")
+
+
 def test_searched_adapter_is_merged_by_the_command(tmp_path: Path) -> None:
     space = {"adapter": {"type": "categorical", "choices": ["lora", "dora"]}}
     training = {**WINDOWS, "max_steps": 8, "lora_targets": ["q_proj"], "base_precision": "int8"}

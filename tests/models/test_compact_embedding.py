@@ -84,6 +84,33 @@ def test_table_with_another_result_is_left_alone(change: str) -> None:
     assert type(model.encoder.get_input_embeddings()) is nn.Embedding
 
 
+class Foreign(nn.Module):
+    """An encoder of code beside transformers, without `set_input_embeddings`."""
+
+    def __init__(self, encoder: Any, reads_weight: bool) -> None:
+        super().__init__()
+        self.inner, self.config, self.reads_weight = encoder, encoder.config, reads_weight
+
+    def get_input_embeddings(self) -> Any:
+        return self.inner.embeddings.word_embeddings
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        table = self.get_input_embeddings()
+        states = table.weight[input_ids] if self.reads_weight else table(input=input_ids)
+        return self.inner(inputs_embeds=states, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("reads_weight", [False, True])
+def test_foreign_encoder_trains_as_whole(reads_weight: bool) -> None:
+    whole, compact = model_of(), model_of()
+    for model in (whole, compact):
+        model.encoder = Foreign(model.encoder, reads_weight)
+    compact_vocabulary(compact, "adamw", USED)
+    assert isinstance(compact.encoder.get_input_embeddings(), CompactEmbedding) != reads_weight
+    torch.testing.assert_close(train(compact, "adamw"), train(whole, "adamw"), rtol=1e-6, atol=0)
+    torch.testing.assert_close(compact.state_dict(), whole.state_dict(), rtol=1e-5, atol=1e-7)
+
+
 def test_token_without_a_row() -> None:
     """A callback of the user may look up any token."""
     whole, compact = model_of(), compacted()

@@ -14,10 +14,11 @@ from support.tiny_encoders import (
     scalar_loss,
 )
 from torch import nn
+from transformers import AutoModel
 
 from hpo.data.token_cache import tokenizer_fingerprint
 from hpo.errors import ModelError
-from hpo.models.encoder import load_encoder, load_tokenizer, max_positions
+from hpo.models.encoder import attention_of, load_encoder, load_tokenizer, max_positions
 from hpo.precision.amp import prepare_model
 from hpo.precision.table import PRECISIONS
 
@@ -78,6 +79,9 @@ def run_length(encoder: nn.Module, length: int) -> int:
     input_ids, mask = make_batch((length,))
     with torch.no_grad():
         return encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state.shape[1]
+
+
+MAMBA = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 
 
 @pytest.mark.parametrize(("config", "limit"), TABLES, ids=[one["model_type"] for one, _ in TABLES])
@@ -141,6 +145,30 @@ def test_encoder_of_several_media_is_refused(family: str, text: str) -> None:
         load_encoder({"model_type": family, "vision_config": {"num_hidden_layers": 1}})
 
 
+@pytest.mark.parametrize(
+    ("family", "input_name"), [("vit", "pixel_values"), ("wav2vec2", "input_values"), ("whisper", "")]
+)
+def test_encoder_of_pictures_or_sound_is_refused(family: str, input_name: str) -> None:
+    match = rf"must read token ids, but it reads `{input_name}`" if input_name else "encoders and decoders"
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    with pytest.raises(ModelError, match=match):
+        load_encoder({"model_type": family, **(sizes if input_name else {})})
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llama", "mamba", "deberta"])
+def test_default_attention_is_that_of_transformers(family: str) -> None:
+    others = {"mamba": MAMBA, "deberta": {**BERT, "model_type": "deberta"}, "llama": DECODERS["llama"]}
+    settings = others.get(family) or FAMILIES[family][0]
+    torch.manual_seed(0)
+    ours: Any = load_encoder(settings)
+    torch.manual_seed(0)
+    plain: Any = AutoModel.from_config(type(ours.config).from_dict(ours.config.to_dict())).eval()
+    assert attention_of(ours) == plain.config._attn_implementation
+    inputs = {"input_ids": torch.arange(5, 11)[None], "attention_mask": torch.ones(1, 6, dtype=torch.long)}
+    with torch.no_grad():
+        assert torch.equal(ours(**inputs).last_hidden_state, plain(**inputs).last_hidden_state)
+
+
 def test_token_that_a_tokenizer_lacks_keeps_the_encoder_s_default() -> None:
     """CLIP compares the ids with its end of a text."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -153,8 +181,7 @@ def test_token_that_a_tokenizer_lacks_keeps_the_encoder_s_default() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
 def test_mamba_trains_under_every_head(precision: str) -> None:
     """Its states are fp32, whatever its weights are."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    model = make_model({"model_type": "mamba", **sizes}, attention="eager")
+    model = make_model(MAMBA)
     prepare_model(model, PRECISIONS[precision])
     scalar_loss(model).backward()
     assert all(head[-1].weight.grad.isfinite().all() for head in model.heads)

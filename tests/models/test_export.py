@@ -54,6 +54,26 @@ def test_exported_logits_are_equal_bit_for_bit(family: str, tmp_path: Path) -> N
         assert torch.equal(hidden, model.encoder(*make_batch()).last_hidden_state)
 
 
+def test_tied_weights_of_heads_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one head, between two heads, and with the encoder."""
+    build = MultitaskModel.__init__
+
+    def tie(model: Any, *args: Any) -> None:
+        build(model, *args)
+        first, second = (head[-1] for head in model.heads)
+        first.inner, second.inner = (torch.nn.Linear(32, 32) for _ in range(2))
+        first.twin, second.inner.weight = first.inner, first.inner.weight
+        second.table = model.encoder.get_input_embeddings()
+
+    monkeypatch.setattr(MultitaskModel, "__init__", tie)
+    model = make_model()
+    loaded = load_exported(exported(tmp_path / "export", model))[0]
+    first, second = (head[-1] for head in loaded.heads)
+    assert first.twin.weight is second.inner.weight
+    assert second.table.weight is loaded.encoder.get_input_embeddings().weight
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("vocab_size", [None, 31_000])
 def test_tokenizer_beside_another_type_of_encoder(tmp_path: Path, vocab_size: int | None) -> None:
     """transformers would load Qwen2's tokenizer with another vocabulary."""
