@@ -250,7 +250,7 @@ def available_cores(root: Path = Path("/")) -> int:
     A quota counts in whole cores. With one more thread, the kernel stops all threads again and again.
     """
     cores = len(os.sched_getaffinity(0))
-    quotas = [limit.split() for limit in _limits(root, "cpu.max")]
+    quotas = [limit.split() for limit in limits_of_cgroups(root, "cpu.max")]
     shares = [int(quota) / int(period) for quota, period in quotas if quota != "max"]
     return max(1, int(min([cores, *shares])))
 
@@ -258,7 +258,7 @@ def available_cores(root: Path = Path("/")) -> int:
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Return the memory of the machine, or the lowest limit of this process's cgroups."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total, *(int(limit) for limit in _limits(root, "memory.max") if limit != "max")])
+    return min([total, *(int(limit) for limit in limits_of_cgroups(root, "memory.max") if limit != "max")])
 
 
 def limit_threads(device: DeviceInfo) -> None:
@@ -270,7 +270,7 @@ def limit_threads(device: DeviceInfo) -> None:
         torch.set_num_threads(device.num_cores)
 
 
-def _limits(root: Path, name: str) -> list[str]:
+def limits_of_cgroups(root: Path, name: str) -> list[str]:
     """Return the contents of this file in the process's cgroup (v2) and all above it.
 
     A container has its limits at the top: https://docs.kernel.org/admin-guide/cgroup-v2.html

@@ -53,6 +53,12 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 pytest_runtest_call = pytest_runtest_setup
 
 
+@pytest.fixture(autouse=True)
+def unknown_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the load of this machine from the trials in this process."""
+    monkeypatch.setattr("hpo.device_time.ROOT", Path("/nonexistent"))
+
+
 def running_server(*, tls: bool = False) -> Iterator[PostgresServer]:
     try:
         find_programs({})

@@ -13,6 +13,7 @@ from hpo.report.formats import format_percent, plural
 from hpo.report.tables import ON, UNKNOWN, StudyTables, differing_settings, fell_back, precision_order
 from hpo.study.reading.study_record import (
     StudyRecord,
+    busy_devices,
     complete_trials,
     lost_updates,
     lost_weights,
@@ -99,7 +100,9 @@ def _undrawn_caveats(undrawn: dict[str, str]) -> Iterator[Notice]:
 
 def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
     trials, devices = tables.trials, tables.devices
-    shared = trials[trials["shared"]]
+    yield from (Notice(*pair) for pair in busy_devices(tables.record))
+    quiet = trials[trials["busy"].ne(True)]
+    shared = quiet[quiet["shared"]]
     if len(shared):
         yield Notice(
             f"{_trials(shared)} shared a device with other work.",
@@ -116,7 +119,7 @@ def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
                 "The best trial may be best because of its device. Search on one kind of device.",
             )
     for device in devices:
-        utilization = trials["device_utilization"][trials["device"].eq(device)].dropna()
+        utilization = quiet["device_utilization"][quiet["device"].eq(device)].dropna()
         if utilization.median() < LOW_UTILIZATION:
             busy = f"{format_percent(utilization.median())} of the time"
             yield Notice(

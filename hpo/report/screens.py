@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hpo.config.study_config import StudyConfig
+from hpo.device_time import MIN_SECONDS, REMEDY, DeviceTime, busy_text
 from hpo.outcome import Outcome
 from hpo.report.detailed import evaluations_of, headline
 from hpo.report.formats import (
@@ -120,9 +121,11 @@ class StudyDisplay:
         self._objectives = config.objective
         self._total = "" if config.budget else f"/{config.num_trials}"
         self._printed_at = time.monotonic()
+        self._machine, self._was_busy, self._machine_due = DeviceTime(), False, self._printed_at + MIN_SECONDS
 
     def show(self, look: StudyProgress) -> None:
         """Print the due lines. `look` is the present state of the study."""
+        self._show_machine()
         for trial in look.ended:
             outcome = outcome_of(trial)
             values, paused = trial.values if outcome == Outcome.COMPLETE else (), ""
@@ -145,6 +148,17 @@ class StudyDisplay:
         self._printed_at = time.monotonic()
         for trial, progress in look.running:
             self._print_line(trial, *self._facts(trial, progress))
+
+    def _show_machine(self) -> None:
+        """Print a line when other programs begin or cease to take CPUs from this process and its workers."""
+        if (now := time.monotonic()) < self._machine_due:
+            return
+        self._machine_due, self._machine.totals = now + _LINE_SECONDS, {}
+        self._machine.measure()
+        if (facts := self._machine.facts()) and facts["busy"] != self._was_busy:
+            self._was_busy, text = facts["busy"], busy_text(facts)
+            line = f"This machine is {text}. {REMEDY}" if text else "This machine is no longer busy."
+            self._console.print(line, markup=False)
 
     def _print_line(self, trial: FrozenTrial, *parts: str | tuple[str, str]) -> None:
         texts = [Text(*part) if isinstance(part, tuple) else Text(part) for part in parts]

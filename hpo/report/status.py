@@ -22,6 +22,7 @@ from hpo.study.reading.study_record import (
     StudyRecord,
     TrialRecord,
     best_trials,
+    busy_devices,
     is_over,
     limit_counts,
     lost_updates,
@@ -193,7 +194,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
 def record_warnings(record: StudyRecord) -> list[str]:
     """Warn of trials with lost weights or updates, or an unverified precision."""
-    facts = (lost_weights, lost_updates, unverified_precisions)
+    facts = (lost_weights, lost_updates, unverified_precisions, busy_devices)
     return [" ".join(pair) for fact in facts for pair in fact(record)]
 
 

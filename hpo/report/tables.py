@@ -2,8 +2,8 @@
 
 - A trial belongs to its *requested* precision. Its metric, speed and memory count only if that precision ran:
   requested = effective, and the observed dtypes agree.
-- The speed of a trial that shared its device does not count. Kinds of device are kept apart, in scores too:
-  kernels round differently, and in equal time (`max_seconds`) a faster device trains more.
+- The speed of a trial that shared its device, with workers or other programs, does not count. Kinds of device
+  are kept apart, in scores too: kernels round differently, and in equal time a faster device trains more.
 - Wasted time is time in trials that ended as neither `complete` nor `pruned`.
 """
 
@@ -48,6 +48,7 @@ _TELEMETRY = {
     "compatibility": "compatibility.verdict",
     "gradient_cosine": "compatibility.gradient_cosine",
     "shared": "device.shared",
+    "busy": "device_time.busy",
     "train_examples_per_second": "throughput.train_examples_per_second",
     "train_tokens_per_second": "throughput.train_tokens_per_second",
     "train_joules_per_example": "throughput.train_joules_per_example",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpo.config.limits import ENERGY, MEASURED_METRICS, broken_limits
 from hpo.device import EnergyCounter, Utilization
+from hpo.device_time import DeviceTime, busy_text
 from hpo.errors import Incompatible, Invalid, Paused, Preempted, Pruned
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.outcome import Progress
@@ -78,6 +79,7 @@ class BaseRun(ABC):
         self.callbacks = callbacks
         self.energy_counter = energy_counter
         self.meter = ThroughputMeter(parts.device, counter=energy_counter)
+        self.device_time = DeviceTime(parts.device, callbacks.other_workers)
         self.compile_clock = CompileClock()
         self.state = TrainState()
         self.evaluation_rates: list[float] = []
@@ -215,6 +217,7 @@ class BaseRun(ABC):
         self.first_values = list(state["first_values"])
         self.meter.load_state_dict(state["meter"])
         self.unverified = state.get("unverified", "")  # not in earlier versions
+        self.device_time.totals = state.get("device_time", {})
         self.recorder.note(resumed_from_step=self.state.step)
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
@@ -232,6 +235,7 @@ class BaseRun(ABC):
             "first_values": self.first_values,
             "meter": self.meter.state_dict(),
             "unverified": self.unverified,
+            "device_time": dict(self.device_time.totals),
         }
         self.store.save(self.state.step, self._weights(), state=None if at_end else state, best=best)
         self.last_saved = time.monotonic()
@@ -284,13 +288,16 @@ class BaseRun(ABC):
         """Report an evaluation and save the best weights. Returns whether the training ends early with it."""
         study, objective = self.parts.study, self.parts.study.objective[0]
         self._check_conditions()
+        self.device_time.measure()
+        self.recorder.note(device_time=(facts := self.device_time.facts()))
         if evaluation.examples_per_second is not None:
             self.evaluation_rates.append(evaluation.examples_per_second)
         kept = self._optimizer_facts()
         weights = sum(weight.nbytes for weight in self._weights().values())
         # The last weights and the best ones.
         self.recorder.note(optimizer_state=kept, checkpoint_bytes=2 * weights + kept["bytes"])
-        broken = "" if evaluation.budget_used >= 1 else self._broken_early(evaluation)
+        rated = None if busy_text(facts) else evaluation  # a busy device may still become quiet
+        broken = "" if evaluation.budget_used >= 1 else self._broken_early(rated)
         evaluation = replace(evaluation, values=self._values(evaluation))
         self.first_values.append(evaluation.values[0])
         if reason := patience_over(self.first_values, objective, study.evaluation):

@@ -32,6 +32,7 @@ from hpo.config.trial_settings import (
 )
 from hpo.data.dataset import DataSet
 from hpo.device import DeviceInfo, EnergyCounter, limit_threads, probe_device
+from hpo.device_time import busy_text
 from hpo.errors import BrokenEncoderError, CodeError, InputError, ModelError, RunError, TrialEnd
 from hpo.extensions import CALLBACKS, TRIAL, TRIALS, is_own, metrics_of
 from hpo.lost_device import lost_device_raised, raise_if_lost
@@ -223,11 +224,16 @@ class Executor:
         """Return the end with its record, and its violation of each limit of the study."""
         limits, telemetry = self.study.constraints, recorder.telemetry()
         limited = limited_values(limits, telemetry, self.tasks)
+        if busy := busy_text(telemetry.get("device_time")):
+            recorder.note(device=telemetry["device"] | {"shared": True})
+            busy = f"The device was {busy}. Speeds and seconds of the trial count that time."
         if end.outcome == Outcome.COMPLETE:
-            reasons = filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early")))
+            reasons = filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early"), busy))
             end = replace(end, reason=" ".join(reasons))
         elif telemetry.get("num_steps", 0) < RATED_STEPS:  # its speed is that of the warm-up
             limited |= {name: None for name in limited if name.startswith("train_")}
+        if end.outcome == Outcome.PRUNED and busy:
+            end = replace(end, reason=f"{end.reason} {busy}")
         return recorder.complete(replace(end, constraints=violations(limits, limited)))
 
     def _collect_garbage(self) -> None:

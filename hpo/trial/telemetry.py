@@ -6,7 +6,7 @@ pruned or ran out of memory has its throughput and its precision facts too.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class Callbacks:
     """Called between micro-batches. True: the trial is checkpointed and ends as `preempted`."""
     on_progress: Callable[[Progress], None] = lambda _: None
     """Called after each step but the last."""
+    other_workers: Callable[[], Collection[int]] = tuple  # returns their processes on this device
 
 
 def training_facts(

@@ -9,6 +9,7 @@ import numpy as np
 
 from hpo.config.limits import MEASURED_METRICS, violation
 from hpo.device import DeviceInfo
+from hpo.device_time import REMEDY, busy_text
 from hpo.errors import first_names
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
@@ -215,6 +216,14 @@ def lost_updates(record: StudyRecord) -> list[tuple[str, str]]:
         text = f"Steps moved few weights in bf16: {first_names(still, 8)}. Smaller updates round to nothing."
         pairs.append((text, "Raise `learning_rate`, or use `bf16`, which keeps the weights in fp32."))
     return pairs
+
+
+def busy_devices(record: StudyRecord) -> list[tuple[str, str]]:
+    """Return a sentence on trials whose device was busy with other programs, and its remedy."""
+    texts = {trial.number: busy_text(trial.telemetry.get("device_time")) for trial in record.trials}
+    busy = [f"trial {number} ({text})" for number, text in texts.items() if text]
+    text = f"The device was busy in {len(busy)} of {len(texts)} trials: {first_names(busy, 3)}."
+    return [(text, f"Their speed is in no comparison. {REMEDY}")] if busy else []
 
 
 def unverified_precisions(record: StudyRecord) -> list[tuple[str, str]]:

@@ -268,7 +268,7 @@ class TrialRunner:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
         folder = executor.trial_folder(self._token, trial.number)
-        shared = self._shares_device or storage.has_other_workers_on(device)
+        shared = self._shares_device or bool(storage.other_workers_on(device))
         mirror = (
             RemoteCheckpoints(self._remote, lease, folder, self._stop)
             if self._remote
@@ -278,6 +278,7 @@ class TrialRunner:
             partial(self._report, lease, trial.user_attrs),
             partial(self._should_stop, lease),
             partial(self._note_progress, lease),
+            partial(storage.other_workers_on, device),
         )
         key = f"{self._token}/{trial.number}"
         with self.pace.trial():
@@ -286,7 +287,7 @@ class TrialRunner:
             result = self._with_scores(trial, lease, folder, result)
         if result.outcome == Outcome.PREEMPTED and not lease.study_closed.is_set():
             self._stop.set()  # another rank of this trial was told to stop
-        if not shared and storage.has_other_workers_on(device):  # it joined during the trial
+        if not shared and storage.other_workers_on(device):  # it joined during the trial
             result = with_shared_device(result, executor.study.named_metrics)
         return result
 

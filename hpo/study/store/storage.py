@@ -375,11 +375,11 @@ class Storage:
         counts = self.trial_counts(name)
         return counts["done"] == sum(counts.values())
 
-    def has_other_workers_on(self, device: str) -> bool:
-        """Return true if another process works on this machine's `device`, in any study of this database."""
+    def other_workers_on(self, device: str) -> set[int]:
+        """Return the other processes that work on this machine's `device`, in any study of this database."""
         here = (workers.c.machine == this_machine(), workers.c.pid != os.getpid())
         there = sa.func.coalesce(workers.c.device, device) == device
-        return bool(self.read(lambda connection: self.live_workers(connection, *here, there)))
+        return {row.pid for row in self.read(lambda it: self.live_workers(it, *here, there)).values()}
 
     # Compatibility cache
 

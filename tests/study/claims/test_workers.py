@@ -117,11 +117,11 @@ def test_lost_row_is_added_again(storage: Storage) -> None:
 
 def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     worker_on(storage, CONFIG, device="GPU-1")._register()
-    assert not storage.has_other_workers_on("GPU-1"), "only this process"
+    assert not storage.other_workers_on("GPU-1"), "only this process"
     monkeypatch.setattr("hpo.study.store.storage.os.getpid", lambda: 1)
-    found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2")]
+    found = [bool(storage.other_workers_on(device)) for device in ("GPU-1", "GPU-2")]
     assert found == [True, False]
     storage.write(lambda it: it.execute(sa.update(workers).values(device=None)))
-    assert storage.has_other_workers_on("GPU-2"), "its device is unknown"
+    assert storage.other_workers_on("GPU-2"), "its device is unknown"
     storage.write(lambda it: it.execute(sa.update(workers).values(machine="elsewhere")))
-    assert not storage.has_other_workers_on("GPU-1")
+    assert not storage.other_workers_on("GPU-1")
