@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.precision.table import PRECISION, named_choices
 from hpo.study.claims.budget import StudyBudget
+from hpo.study.sampling.device_sampler import known_params
 from hpo.study.sampling.feasible_sampler import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import (
@@ -35,11 +36,6 @@ DEATH_CHECK_SECONDS = 1.0
 """Time between two checks for dead workers. With many workers, each checks less often."""
 DEATH_CHECKS_AT_ONCE = 8
 """Number of workers that check per `DEATH_CHECK_SECONDS`, so that the cost stays linear in the workers."""
-
-
-def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
-    """Return the parameters of a trial, including fixed ones before their suggestion."""
-    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,7 @@ class Snapshot:
     new: Sequence[Point]  # possible parameters of a new trial; [{}]: any
     is_spent: bool  # true if the study has spent its budget
     hosts: Set[str] = frozenset()  # machines of other live workers
+    num_begun: int = field(init=False)  # begun ones of the study's `n_trials`
     num_new: int = field(init=False)  # trials that may still begin within the budget
     num_planned: int = field(init=False)  # begun trials and `num_new`
     may_begin: bool = field(init=False)  # true if a live worker may begin another trial
@@ -227,7 +224,8 @@ class Watch:
             retries = sum(trial.number in seen.rows for trial in seen.waiting)
             num_new = self._budget.forecast(connection, rungs, ours, retries, num_new).num_new
         seen.num_new = num_new
-        seen.num_planned = num_begun(connection, self._study.study_name) + num_new
+        seen.num_begun = num_begun(connection, self._study.study_name)
+        seen.num_planned = seen.num_begun + num_new
         if not num_new:  # an enqueued trial would be one of them
             seen.waiting = [trial for trial in seen.waiting if trial.number in seen.rows]
         seen.may_begin = num_new > 0 and any(map(can_run, seen.new))

@@ -48,6 +48,7 @@ from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
 from hpo.study.sampling.promotion import RESUMED_ATTR, WHOLE_ATTR, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
+from hpo.study.sampling.start_up import start_up
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import BUDGET_SPENT, bind_data
@@ -156,6 +157,7 @@ def run_worker(
         promotion=promotion,
         read_points=_points_of(config, storage),
         portfolio=portfolio(config),
+        start_up=start_up(config, device),
         budget=StudyBudget(config.name, promotion) if config.budget else None,
         shares_checkpoints=config.checkpoint.location is not None,
     ) as worker:

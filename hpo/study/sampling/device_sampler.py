@@ -40,6 +40,10 @@ class WorkerDevice:
     kind: str = ""
     checked_on: str | None = None  # origin of valid compatibility results here, see `compat.checked_on`
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.device_id == "cpu"
+
     def says_nothing(self, trial: FrozenTrial) -> bool:
         """Return true if the trial is `invalid`, or ended for a reason of another device."""
         outcome = trial.user_attrs.get("outcome")
@@ -58,6 +62,11 @@ class WorkerDevice:
 
 
 ANY_DEVICE = WorkerDevice()
+
+
+def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
+    """Return the parameters of a trial, including fixed ones before their suggestion."""
+    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
 
 
 class WrapperSampler(BaseSampler):

@@ -29,7 +29,7 @@ from hpo.config.limits import FEASIBLE
 from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import BASE_PRECISION, PRECISION
-from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler
+from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler, known_params
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import stored_trials
 
@@ -72,7 +72,7 @@ class Failures:
         self.num_trials += 1
         self.num_tried.update(chosen)
         if is_infeasible(trial):
-            self._failures[_failure(trial, chosen)] += 1
+            self._failures[failure_of(trial, chosen)] += 1
         if trial.state == TrialState.COMPLETE:
             self.completed.update(chosen)
         _note_rung(self._reached, trial, chosen)
@@ -88,6 +88,20 @@ class Failures:
             all_blamed.add(blame)
             counts = [(weights, number) for weights, number in counts if blame not in weights]
         return all_blamed
+
+    def avoided(self, begun: Sequence[FrozenTrial]) -> set[Choice]:
+        """Return the choices for a new trial to avoid now. `begun`: running and paused trials."""
+        avoided = self.blamed(begun)
+        tried = Counter(choice for other in begun for choice in choices_of(other)) + self.num_tried
+        num_trials = self.num_trials + len(begun)
+        # Paused attempts count as well: they may still break.
+        if sum(tried[choice] for choice in avoided) < RETRIED_SHARE * num_trials:
+            avoided = set()
+        if any(name == PRECISION for name, _ in self.completed):
+            most = max(MIN_INFEASIBLE_TRIALS, UNPROVEN_SHARE * num_trials)
+            unproven = (choice for choice in tried if choice[0] == PRECISION and choice not in self.completed)
+            avoided |= {choice for choice in unproven if tried[choice] >= most}
+        return avoided
 
     def _weights(self, failure: _Failure, reached: dict[Choice, float]) -> dict[Choice, int]:
         weights = {}
@@ -121,7 +135,8 @@ def _note_rung(reached: dict[Choice, float], trial: FrozenTrial, chosen: Iterabl
         reached[choice] = max(reached.get(choice, 0.0), rung)
 
 
-def _failure(trial: FrozenTrial, chosen: Iterable[Choice]) -> _Failure:
+def failure_of(trial: FrozenTrial, chosen: Iterable[Choice]) -> _Failure:
+    """Return the suspects among the `chosen` of an infeasible trial."""
     attributes = trial.user_attrs
     outcome, telemetry = attributes.get("outcome", ""), attributes.get("telemetry", {})
     suspects, is_proven = [*chosen], False
@@ -172,17 +187,7 @@ class InfeasibleFilterSampler(WrapperSampler):
         begun = [other for other in unfinished if other.state != TrialState.WAITING]
         for other in ended:
             self._failures.add_ended(other)
-        self._avoided = self._failures.blamed(begun)
-        tried = Counter(choice for other in begun for choice in choices_of(other)) + self._failures.num_tried
-        num_trials = self._failures.num_trials + len(begun)
-        # Paused attempts count as well: they may still break.
-        if sum(tried[choice] for choice in self._avoided) < RETRIED_SHARE * num_trials:
-            self._avoided = set()
-        completed = self._failures.completed
-        if any(name == PRECISION for name, _ in completed):
-            most = max(MIN_INFEASIBLE_TRIALS, UNPROVEN_SHARE * num_trials)
-            unproven = (choice for choice in tried if choice[0] == PRECISION and choice not in completed)
-            self._avoided |= {choice for choice in unproven if tried[choice] >= most}
+        self._avoided = self._failures.avoided(begun)
         super().before_trial(study, trial)
 
     def sample_relative(
@@ -243,9 +248,11 @@ class AvoidRepeats(WrapperSampler):
         return self._params
 
     def _propose(self, study: Study, trial: FrozenTrial, params: Mapping[str, Any]) -> _Proposal:
+        known = known_params(trial)
+
         def draw(name: str, distribution: BaseDistribution) -> Any:
-            if name in trial.params:  # another worker began this trial
-                return trial.params[name]
+            if name in known:  # the claim fixed it, or another worker began this trial
+                return known[name]
             if name in params:
                 return params[name]
             return self._sampler.sample_independent(study, trial, name, distribution)
@@ -257,7 +264,7 @@ class AvoidRepeats(WrapperSampler):
     def _change(
         self, study: Study, trial: FrozenTrial, proposal: _Proposal, tried: Set[Configuration]
     ) -> _Proposal:
-        for params in self._changes(proposal.params, trial.params):
+        for params in self._changes(proposal.params, known_params(trial)):
             changed = self._propose(study, trial, params)
             if _configuration(changed.params) not in tried:
                 return changed
