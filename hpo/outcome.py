@@ -83,7 +83,7 @@ def concerns_precision(outcome: str, telemetry: Mapping[str, Any]) -> bool:
     return not is_built or telemetry.get("compatibility", {}).get("verdict") == Outcome.INCOMPATIBLE
 
 
-def shows_precision(outcome: str, telemetry: Mapping[str, Any], *, is_evaluated: bool) -> bool:
+def shows_precision(outcome: str, telemetry: Mapping[str, Any], is_evaluated: bool) -> bool:
     """Return whether an ended trial shows the effect of its precision: it was evaluated, or broke by it."""
     if outcome in (Outcome.COMPLETE, Outcome.PRUNED):
         return is_evaluated

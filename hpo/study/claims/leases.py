@@ -88,7 +88,7 @@ class WorkerLease(Membership):
     portfolio: Sequence[tuple[Point, str]] = ()
     """Published configurations and their sources, at most a tenth of the planned trials."""
     start_up: StartUp | None = None
-    """Chooses values of new trials, so that the study tries each; None: the sampler draws all."""
+    """Chooses values of the first trials; None: the sampler draws all."""
     budget: StudyBudget | None = None
     shares_checkpoints: bool = True
     """True if all machines write their checkpoints to one folder or bucket. Otherwise a worker leaves a trial
@@ -98,7 +98,6 @@ class WorkerLease(Membership):
         super().__post_init__()
         self._watch = Watch(self._storage, self._study, self.promotion, self.budget)
         self._study_id = study_id_of(self._study)
-        self._tried: set[str] = set()  # known configurations of trials, by `point_key`
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the known parameters of the unfinished trials."""
         self._has_warned = False
@@ -211,7 +210,7 @@ class WorkerLease(Membership):
             self._storage.persist(lambda: open_trial(self._study, row.trial_number)),
             row,
             study_closed=self.study_closed,
-            promotion=self.promotion,
+            promotion=self._watch.promotion,
             budget=self.budget,
             host=self.host,
             shares_checkpoints=self.shares_checkpoints,
@@ -263,10 +262,10 @@ class WorkerLease(Membership):
         if points is not None:  # also points that were tried before; open parameters must run on this device
             fitting = ({**point, **fixed} for point in points)
             point = self._next_point(connection, [*filter(self.runnable, fitting)])
-        elif (values := self._start_values(connection, seen, fixed)) is not None:
+        elif values := self._start_values(seen, fixed):
+            if num_begun(connection, self._name) != seen.num_begun:
+                return None  # other trials have begun since
             fixed |= values
-        else:
-            return None
         system_attrs = {"fixed_params": fixed if point is None else point}
         set_trial_attributes(connection, trial_id_of(trial), {}, system_attrs, is_new=True)
         return self._insert(connection, trial.number, point)
@@ -276,36 +275,29 @@ class WorkerLease(Membership):
     ) -> sa.Row[Any] | None:
         if not self._locks_open_study(connection) or num_open(connection, self._name) <= 0:
             return None
-        if points is None:
-            point, source = self._next_published(connection, seen)
-            values = self._start_values(connection, seen, point or {})
-            if values is None:
-                return None
+        source: dict[str, str] = {}
+        if points is not None:
+            point = key = self._next_point(connection, points)
         else:
-            point, source, values = self._next_point(connection, points), {}, {}
-            if point is None:
-                return None
-        fixed = {**(point or {}), **values} or None
-        number = make_trial(connection, self._study_id, fixed_params=fixed, user_attrs=source)
-        return self._insert(connection, number, point)
+            published, source = self._next_published(seen)
+            point, key = published | self._start_values(seen, published), None
+        if point is None or (
+            points is None and point and num_begun(connection, self._name) != seen.num_begun
+        ):
+            return None  # other trials have begun since
+        number = make_trial(connection, self._study_id, fixed_params=point or None, user_attrs=source)
+        return self._insert(connection, number, key)
 
-    def _next_published(
-        self, connection: sa.Connection, seen: Snapshot
-    ) -> tuple[Point | None, dict[str, str]]:
-        allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
-        if all(point_key(point) in self._tried for point, _ in allowed):
-            return None, {}
-        fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
-        tried = num_trials_of_points(connection, self._name)
-        self._tried.update(tried, map(point_key, fixed))
-        left = ((point, {SOURCE_ATTR: f"portfolio: {source}"}) for point, source in allowed)
-        return next((one for one in left if point_key(one[0]) not in self._tried), (None, {}))
+    def _next_published(self, seen: Snapshot) -> tuple[Point, dict[str, str]]:
+        """Return the first published configuration that is part of no trial's fixed parameters."""
+        for point, source in self.portfolio[: math.ceil(SHARE * seen.num_planned)]:
+            fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
+            if not any(point.items() <= one.items() for one in fixed):
+                return point, {SOURCE_ATTR: f"portfolio: {source}"}
+        return {}, {}
 
-    def _start_values(self, connection: sa.Connection, seen: Snapshot, given: Point) -> dict[str, Any] | None:
-        """Return the values of a new trial from the study's start; None if other trials have begun since."""
-        if self.start_up is None or not (values := self.start_up.values(seen.trials.values(), given)):
-            return {}
-        return values if num_begun(connection, self._name) == seen.num_begun else None
+    def _start_values(self, seen: Snapshot, given: Point) -> Point:
+        return self.start_up.values(seen.trials.values(), given) if self.start_up else {}
 
     def _locks_open_study(self, connection: sa.Connection) -> bool:
         if not lock_trials(connection, self._study_id):

@@ -5,6 +5,7 @@ on a connection of their own. A trial is claimed only if it is still unchanged.
 """
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -31,6 +32,8 @@ from hpo.study.sampling.promotion import (
 from hpo.study.store.optuna_internals import read_trials
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, num_begun, num_open
+
+_logger = logging.getLogger(__name__)
 
 DEATH_CHECK_SECONDS = 1.0
 """Time between two checks for dead workers. With many workers, each checks less often."""
@@ -119,6 +122,11 @@ class Watch:
         self._last_seen = -1
         self._dead: set[str] = set()
         self._next_death_check = -math.inf
+
+    @property
+    def promotion(self) -> Promotion | None:
+        """The rule for pauses, as of the last reading."""
+        return self._standings.promotion if self._standings else None
 
     def read(self, worker: str, runnable: Runnable, points: Sequence[Point] | None) -> Snapshot:
         """Read the study for a worker that can run `runnable` trials.
@@ -218,7 +226,12 @@ class Watch:
         if self._standings is not None:
             self._blamed = frozenset(self._failures.blamed(ours))
             continued = {number for number, row in seen.rows.items() if row.paused_at is None}
+            before = self._standings.left_out
             rungs = self._standings.rungs(ours, lambda trial: trial.number in waits, continued)
+            if self._standings.left_out != before:
+                _logger.info("%s", self._standings.left_out)
+            if self._budget is not None:
+                self._budget.promotion = self.promotion
         num_new = 0 if seen.is_spent else max(0, seen.num_open)
         if num_new and self._budget is not None:
             retries = sum(trial.number in seen.rows for trial in seen.waiting)
@@ -230,8 +243,8 @@ class Watch:
             seen.waiting = [trial for trial in seen.waiting if trial.number in seen.rows]
         seen.may_begin = num_new > 0 and any(map(can_run, seen.new))
         if not seen.is_spent:
-            known = self._standings.promotion.rungs if self._standings else ()
-            # The study's pruner was another one when these paused.
+            known = self.promotion.rungs if self.promotion else ()
+            # The study's pruner was another one when these paused, or their rung ranks nothing.
             seen.promoted = [trial for trial in seen.paused if trial.user_attrs[PAUSED_ATTR] not in known]
         if self._standings is not None:
             promoted = () if seen.is_spent else self._standings.promoted(rungs, more_begin=seen.may_begin)

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -267,7 +268,8 @@ class TrialRunner:
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         """Run a claimed trial to its outcome. Raises an error that concerns more than this trial."""
         executor, storage, device = self._executor, self._storage, self._executor.device.device_id
-        params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a range has grown meanwhile
+            params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
         folder = executor.trial_folder(self._token, trial.number)
         shared = self._shares_device or storage.has_other_workers_on(device)

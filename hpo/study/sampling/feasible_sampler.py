@@ -72,7 +72,7 @@ class Failures:
         self.num_trials += 1
         self.num_tried.update(chosen)
         if is_infeasible(trial):
-            self._failures[failure_of(trial, chosen)] += 1
+            self._failures[_failure(trial, chosen)] += 1
         if trial.state == TrialState.COMPLETE:
             self.completed.update(chosen)
         _note_rung(self._reached, trial, chosen)
@@ -88,20 +88,6 @@ class Failures:
             all_blamed.add(blame)
             counts = [(weights, number) for weights, number in counts if blame not in weights]
         return all_blamed
-
-    def avoided(self, begun: Sequence[FrozenTrial]) -> set[Choice]:
-        """Return the choices for a new trial to avoid now. `begun`: running and paused trials."""
-        avoided = self.blamed(begun)
-        tried = Counter(choice for other in begun for choice in choices_of(other)) + self.num_tried
-        num_trials = self.num_trials + len(begun)
-        # Paused attempts count as well: they may still break.
-        if sum(tried[choice] for choice in avoided) < RETRIED_SHARE * num_trials:
-            avoided = set()
-        if any(name == PRECISION for name, _ in self.completed):
-            most = max(MIN_INFEASIBLE_TRIALS, UNPROVEN_SHARE * num_trials)
-            unproven = (choice for choice in tried if choice[0] == PRECISION and choice not in self.completed)
-            avoided |= {choice for choice in unproven if tried[choice] >= most}
-        return avoided
 
     def _weights(self, failure: _Failure, reached: dict[Choice, float]) -> dict[Choice, int]:
         weights = {}
@@ -135,8 +121,7 @@ def _note_rung(reached: dict[Choice, float], trial: FrozenTrial, chosen: Iterabl
         reached[choice] = max(reached.get(choice, 0.0), rung)
 
 
-def failure_of(trial: FrozenTrial, chosen: Iterable[Choice]) -> _Failure:
-    """Return the suspects among the `chosen` of an infeasible trial."""
+def _failure(trial: FrozenTrial, chosen: Iterable[Choice]) -> _Failure:
     attributes = trial.user_attrs
     outcome, telemetry = attributes.get("outcome", ""), attributes.get("telemetry", {})
     suspects, is_proven = [*chosen], False
@@ -187,7 +172,17 @@ class InfeasibleFilterSampler(WrapperSampler):
         begun = [other for other in unfinished if other.state != TrialState.WAITING]
         for other in ended:
             self._failures.add_ended(other)
-        self._avoided = self._failures.avoided(begun)
+        self._avoided = self._failures.blamed(begun)
+        tried = Counter(choice for other in begun for choice in choices_of(other)) + self._failures.num_tried
+        num_trials = self._failures.num_trials + len(begun)
+        # Paused attempts count as well: they may still break.
+        if sum(tried[choice] for choice in self._avoided) < RETRIED_SHARE * num_trials:
+            self._avoided = set()
+        completed = self._failures.completed
+        if any(name == PRECISION for name, _ in completed):
+            most = max(MIN_INFEASIBLE_TRIALS, UNPROVEN_SHARE * num_trials)
+            unproven = (choice for choice in tried if choice[0] == PRECISION and choice not in completed)
+            self._avoided |= {choice for choice in unproven if tried[choice] >= most}
         super().before_trial(study, trial)
 
     def sample_relative(
