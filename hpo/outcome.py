@@ -83,6 +83,15 @@ def concerns_precision(outcome: str, telemetry: Mapping[str, Any]) -> bool:
     return not is_built or telemetry.get("compatibility", {}).get("verdict") == Outcome.INCOMPATIBLE
 
 
+def shows_precision(outcome: str, telemetry: Mapping[str, Any], is_evaluated: bool) -> bool:
+    """Return whether an ended trial shows the effect of its precision: it was evaluated, or broke by it."""
+    if outcome in (Outcome.COMPLETE, Outcome.PRUNED):
+        return is_evaluated
+    if outcome == Outcome.NONFINITE:
+        return telemetry.get("finite_in_fp32") is True
+    return outcome in (Outcome.INCOMPATIBLE, Outcome.UNSUPPORTED) and concerns_precision(outcome, telemetry)
+
+
 @dataclass(frozen=True)
 class TrialResult:
     """The end of a trial, as the study stores it."""

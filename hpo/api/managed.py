@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import sqlalchemy as sa
+
 from hpo.api.opening import RUNS, file_error_first, is_path, progress_shown
 from hpo.api.stored import StoredStudy, StudyResult
 from hpo.code import unknown_names_allowed
@@ -23,7 +25,7 @@ from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
 from hpo.study.store.database import shown_url, storage_url
 from hpo.study.store.lifecycle import StudyState
-from hpo.study.store.schema import workers
+from hpo.study.store.schema import studies, workers
 from hpo.study.store.storage import Storage, existing_database, open_storage
 
 WAIT_SECONDS = 180.0
@@ -109,7 +111,7 @@ class ManagedStudy(StoredStudy):
     def enqueue(self, params: Mapping[str, Any] | Sequence[str], *, whole: bool = False) -> Enqueued:
         """Queue a configuration for the next free worker; the sampler fills in the rest.
 
-        Its trial is one of the study's `n_trials`.
+        Its trial is one of the study's `n_trials`. A study that has ended, without a budget, gets one more.
 
         Args:
             params: searched settings by name, or texts such as `learning_rate=3e-5`.
@@ -129,7 +131,11 @@ class ManagedStudy(StoredStudy):
             if problems := [problem.message for problem in fixed_problems(config.search_space, fixed)]:
                 raise InputError("\n".join(problems))
             ahead, to_begin = database.read(lambda connection: lifecycle.enqueued(connection, name))
-            if ahead >= to_begin:
+            if not ahead and config.budget is None and database.is_finished(name):
+                number = {"n_trials": studies.c.n_trials + 1}
+                more = sa.update(studies).where(studies.c.name == name).values(number)
+                database.write(lambda connection: connection.execute(more))
+            elif ahead >= to_begin:
                 raise InputError(
                     f"The study `{name}` must have a trial left to begin, but has {to_begin}, and {ahead} "
                     "are enqueued. Raise --n-trials of `hpo run`."

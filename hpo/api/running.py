@@ -16,7 +16,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.redaction import redact
 from hpo.report.best_screens import summary as summary_of
 from hpo.report.screens import StudyDisplay
-from hpo.report.status import progress_message, resume_message, study_status
+from hpo.report.status import progress_message, resume_message, study_status, untried_message
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.reading.watch import StudyWatch, watching
@@ -82,6 +82,8 @@ class RunResult(WorkResult):
     """Result of `hpo run`, with the study afterwards."""
 
     record: StudyRecord = field(repr=False)
+    arguments: tuple[str, ...] = ()
+    """The study and its database, as they were given, as arguments of a command."""
 
     @property
     def error(self) -> str:
@@ -101,6 +103,7 @@ class RunResult(WorkResult):
         yield from summary_of(self.record)
         if self.ended != "finished":
             yield from self.how_to_continue()
+        yield from filter(None, [untried_message(self.record, *self.arguments)])
 
 
 def worker_processes(
@@ -128,9 +131,10 @@ def ranks_of_torchrun() -> Iterator[None]:
         yield
 
 
-def run_result(opened: OpenStudy, summary: RunSummary) -> RunResult:
+def run_result(opened: OpenStudy, summary: RunSummary, *arguments: str) -> RunResult:
     """Return the summary of a run with the study afterwards."""
-    return RunResult(**_facts(opened, summary), record=read_study(opened.storage, opened.config.name))
+    record = read_study(opened.storage, opened.config.name)
+    return RunResult(**_facts(opened, summary), record=record, arguments=arguments)
 
 
 def work_result(opened: OpenStudy, summary: RunSummary) -> WorkResult:

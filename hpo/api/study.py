@@ -27,6 +27,7 @@ from hpo.api.opening import (
     check_positive,
     check_workers,
     find_study,
+    is_path,
     load_to_work,
     progress_shown,
     to_run,
@@ -48,8 +49,9 @@ from hpo.config.resolved_study import resolve_study
 from hpo.config.sections import NOT_SHARED
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.device import probe_device
-from hpo.errors import InputError, NoDatabaseError, RunError, StoppedError
+from hpo.errors import InputError, NoDatabaseError, NoStudyFileError, RunError, StoppedError
 from hpo.outcome import TrialResult
+from hpo.redaction import redact
 from hpo.report.data_check import DataCheck, check_data
 from hpo.report.plan import Plan
 from hpo.report.tables import StudyTables
@@ -102,7 +104,9 @@ class Study(ManagedStudy):
         until: str | None = None,
         timeout: float | None = None,
     ) -> RunResult:
-        """Create or resume the study of the file and run its trials here until its budget is used up.
+        """Create or resume the study and run its trials here until its budget is used up.
+
+        A name without a file means the study in the database.
 
         An interrupt (Ctrl-C, or a notebook's stop) checkpoints the running trial and returns; a second one
         ends at once. Of the processes of torchrun, all but the first exit at the end.
@@ -121,14 +125,21 @@ class Study(ManagedStudy):
         """
         check_workers(workers, workers_per_device)  # before anything is made
         with self._stopping(until, timeout) as stop:
-            config = to_run(self.file, n_trials, hours)
+            try:
+                given, is_file = self.file, True
+            except NoStudyFileError:
+                if is_path(self._word):
+                    raise
+                given, is_file = find_study(self._word, storage_url(self._storage), stop)
+            config = to_run(given, n_trials, hours)
             processes = worker_processes(config, self._storage, workers, workers_per_device)
-            return self._run(config, processes, stop)
+            options = {"is_file": is_file, "resize": is_file or config is not given}
+            return self._run(config, processes, stop, trust_remote_code=self._trusts, **options)
 
-    def _run(self, config: StudyConfig, processes: WorkerProcesses, stop: Stop) -> RunResult:
+    def _run(self, config: StudyConfig, processes: WorkerProcesses, stop: Stop, **opening: bool) -> RunResult:
         """Create or resume a study and run its trials in this process, or in `processes` if there are any."""
         trials_run: TrialsRun = "in workers" if processes.shares else "in this process"
-        options = OpenOptions(trials_run=trials_run, is_file=True)
+        options = OpenOptions(trials_run=trials_run, **{"is_file": True, **opening})
         with open_study(config, storage_url(self._storage), RUNS, options) as opened:
             url = processes.storage_as_given or opened.storage.url
             with (
@@ -136,7 +147,10 @@ class Study(ManagedStudy):
                 shown(opened, quiet=self.quiet),
             ):
                 summary = run_study(opened, processes, stop=stop)
-            return run_result(opened, summary)
+            word = self._word or config.name
+            return run_result(
+                opened, summary, word, *(["--storage", redact(self._storage)] if self._storage else [])
+            )
 
     def work(
         self,

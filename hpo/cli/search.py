@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpo.api.managed import ManagedStudy
 
 
-@study_command("n_trials", "hours", *WORK)
+@study_command("n_trials", "hours", *WORK, *TRUST)
 def run(study: hpo.Study, **options: Any) -> Any:
     """Create or resume a study and run its trials here until its budget is used up."""
     return study.run(**options)

@@ -1,11 +1,12 @@
 """The definition of a study in the database: all its keys, and the names of the keys in its file.
 
-A study resumes with its first values or is refused. A key that only one of two versions of hpo knows counts
-if a file gave it. Keys keep the order of the file, because heads have the order of the tasks.
+A study resumes with its first values or is refused; a range may grow. A key that only one of two versions of hpo
+knows counts if a file gave it. Keys keep the order of the file, because heads have the order of the tasks.
 """
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,33 @@ def ordered_like(first: Any, value: Any) -> Any:
     return {key: ordered_like(first.get(key), value[key]) for key in keys}
 
 
+def widened_ranges(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored ranges that have grown `now`, by setting. Old values keep their meaning."""
+    wider = {}
+    for name, before in stored["search_space"].items():
+        after = now["search_space"].get(name, {})
+        bounds = {key: after.get(key) for key in ("low", "high")}
+        if before == after or before | bounds != after:
+            continue
+        shift = Decimal(str(before["low"])) - Decimal(str(after["low"]))
+        keeps_steps = before["step"] is None or not shift % Decimal(str(before["step"]))
+        if shift >= 0 and after["high"] >= before["high"] and keeps_steps:
+            wider[name] = before
+    return wider
+
+
 def refuse_changes(name: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise StudyChangedError if two definitions of a study differ, and its results depend on it."""
     given = frozenset([*stored["given"], *now["given"]])
+    now = {**now, "search_space": {**now["search_space"], **widened_ranges(stored, now)}}
     if lines := [*_differences(_without_folders(stored), _without_folders(now), given)]:
         what = "search space" if stored["search_space"] != now["search_space"] else "definition"
         raise StudyChangedError(
             f"The stored study `{name}` has another {what} than the study file, so its results would not "
             "compare. Write the stored values (left) into the file, or give the study another `name`; "
-            f"`hpo delete {name}` removes the stored study.\n  " + "\n  ".join(lines)
+            f"`hpo delete {name}` removes the stored study. Only a range may grow. With another name, "
+            f"`first: {{study: {name}, top: 3}}` begins with the best trials that fit.\n  "
+            + "\n  ".join(lines)
         )
 
 

@@ -77,7 +77,7 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
         yield f"The study is {record.state}. {resume_message(record.name)}"
     yield "", [{"outcome": name, "trials": str(count)} for name, count in numbers["outcomes"].items()]
     yield "", [_worker(one) for one in numbers["workers"]]
-    yield from filter(None, [paused_message(record)])
+    yield from filter(None, [paused_message(record), numbers["left_out_rungs"]])
     interrupted = [trial for trial in record.trials if trial.outcome == Outcome.PREEMPTED and not trial.ended]
     if interrupted:
         yield f"{plural(len(interrupted), 'interrupted trial')}: the next worker continues there."
@@ -93,6 +93,7 @@ def status(record: StudyRecord, numbers: Mapping[str, Any]) -> Iterator[Part]:
         yield f"Estimated end: {numbers['estimated_end']}."
     yield from best(record)
     yield from map(warning, numbers["warnings"])
+    yield from filter(None, [numbers["untried"]])
 
 
 def _worker(worker: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 Nothing here imports transformers, pandas or plotly, so `hpo status` starts faster.
 """
 
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from hpo.config.sampler_config import PrunerConfig
 from hpo.config.sections import BUDGET_TRIALS, BudgetConfig
 from hpo.extensions import has_own_loop, own_loop_of
 from hpo.json_safe import is_number
-from hpo.outcome import concerns_precision
+from hpo.outcome import concerns_precision, shows_precision
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_metric, format_number, format_percent, format_seconds, plural
 from hpo.study.reading.study_record import (
@@ -65,6 +66,7 @@ class Outlook:
     seconds: float  # remaining device time
     next_seconds: float  # device time of one more trial, with its promotions
     promotion: Promotion | None  # rule of pauses; None: trials do not pause
+    left_out_rungs: str = ""  # `Standings.left_out`
 
 
 def trial_seconds(record: StudyRecord, trial: TrialRecord) -> float:
@@ -90,12 +92,13 @@ def outlook(
     most = max(0, num_trials - record.counts["done"] - len(begun) + num_reopened - retries)
 
     promotion = promotion_of(pruner, record.directions, num_trials)
-    rungs: list[Rung] = []
+    rungs, left_out = list[Rung](), ""
     if promotion is not None:
         standings = Standings(promotion)
         for trial in ended:
             standings.add_ended(trial)
         rungs = standings.rungs(begun, lambda _: True)
+        promotion, left_out = standings.promotion, standings.left_out
     measured = _measured(record, promotion, trials)
     num_starts = sum(not rungs_of(trial.user_attrs) for trial in begun) + retries
     known = measured or cost
@@ -114,7 +117,7 @@ def outlook(
     one_more = stages_left(promotion, rungs, num_starts + 1)
     num_planned = num_trials - most + found.num_new
     next_seconds = known.of(one_more) if known is not None else 0.0
-    return Outlook(measured, found, num_planned, max(0.0, seconds), next_seconds, promotion)
+    return Outlook(measured, found, num_planned, max(0.0, seconds), next_seconds, promotion, left_out)
 
 
 def stored_outlook(record: StudyRecord) -> Outlook:
@@ -186,7 +189,9 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             }
             for worker in workers
         ],
+        "left_out_rungs": ahead.left_out_rungs,
         "warnings": record_warnings(record),
+        "untried": untried_message(record),
         "trials_per_hour": num_trained / hours if num_trained and hours else None,
         "estimated_end": end and end.isoformat(timespec="seconds"),
     }
@@ -196,6 +201,28 @@ def record_warnings(record: StudyRecord) -> list[str]:
     """Warn of trials with lost weights or updates, or an unverified precision."""
     facts = (lost_weights, lost_updates, unverified_precisions, busy_devices)
     return [" ".join(pair) for fact in facts for pair in fact(record)]
+
+
+def untried_message(record: StudyRecord, *arguments: str) -> str:
+    """Name the precisions that no trial of an ended study shows, and the command to try one.
+
+    `arguments` name the study in the command; none: its name. A precision that every worker lacked is left out.
+    """
+    searched = record.definition.get("search_space", {}).get(PRECISION, {}).get("choices", ())
+    tried = {
+        trial.params.get(PRECISION)
+        for trial in record.trials
+        if shows_precision(trial.outcome, trial.telemetry, bool(trial.evaluations or trial.values))
+    }
+    lacking = [{*worker.left_out} for worker in record.workers]
+    names = [one for one in searched if one not in tried and not all(one in left_out for left_out in lacking)]
+    if not names or not is_over(record):
+        return ""
+    if record.definition.get("budget"):
+        return f"No trial shows {', '.join(names)}. Raise --hours of `hpo run`: the next trials try it."
+    study = shlex.join(arguments or [record.name])
+    enqueue = f"hpo enqueue {study} --param {PRECISION}={names[0]}"
+    return f"No trial shows {', '.join(names)}. To try it: {enqueue} && hpo worker {study}"
 
 
 def num_shares(record: StudyRecord) -> int:

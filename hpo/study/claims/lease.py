@@ -16,6 +16,7 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 from optuna.pruners import NopPruner
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import FEASIBLE
@@ -201,9 +202,20 @@ class Lease:
         """Release the trial for another worker. With `result`, the trial has paused."""
         if result is not None and self._rung is not None:
             at = {**self._rungs[str(self._rung)], "constraints": json_safe(result.constraints)}
+            at |= {"is_constant": self._is_constant(at["values"], result.telemetry.get("baseline", {}))}
             self._note_rung(at, owner=None, facts=json.dumps(trial_attributes(result)))
         else:
             self.storage.write(lambda connection: self.hold(connection, owner=None))
+
+    def _is_constant(self, values: Sequence[float], baseline: Mapping[str, float]) -> bool:
+        study = self.trial.study
+        signs = [-1 if way == StudyDirection.MAXIMIZE else 1 for way in study.directions]
+        better = [
+            sign * (baseline[name] - value) > 1e-9
+            for name, value, sign in zip(study.metric_names or (), values, signs, strict=False)
+            if name in baseline
+        ]
+        return bool(better) and not any(better)
 
     def end(self, result: TrialResult, retry: Mapping[str, Any] | None = None) -> None:
         """End the trial. `retry`: user attributes of a trial that tries the same again. Raises

@@ -37,8 +37,9 @@ from hpo.outcome import Outcome, TrialResult
 from hpo.study.claims.budget import StudyBudget
 from hpo.study.claims.ending import FALLEN_BEHIND, NOT_PROMOTED, end_unclaimed, give_up, is_unchanged
 from hpo.study.claims.lease import Lease as Lease
-from hpo.study.claims.snapshot import Snapshot, Watch, known_params, num_trials_of_points
+from hpo.study.claims.snapshot import Snapshot, Watch, num_trials_of_points
 from hpo.study.claims.workers import Membership
+from hpo.study.sampling.device_sampler import known_params
 from hpo.study.sampling.points import Point, point_key, unused_points
 from hpo.study.sampling.promotion import (
     PAUSED_ATTR,
@@ -48,6 +49,7 @@ from hpo.study.sampling.promotion import (
     Promotion,
     is_paused,
 )
+from hpo.study.sampling.start_up import StartUp
 from hpo.study.store.optuna_internals import (
     clear_trial,
     is_unfinished,
@@ -60,7 +62,7 @@ from hpo.study.store.optuna_internals import (
     trial_id_of,
 )
 from hpo.study.store.schema import claims, evaluations, studies, workers
-from hpo.study.store.storage import is_stored, num_open
+from hpo.study.store.storage import is_stored, num_begun, num_open
 from hpo.study.store.studies import BUDGET_SPENT, SOURCE_ATTR
 
 MAX_REFUSALS = 20  # after this many failed claims of an unchanged trial, the cause is no faster worker
@@ -85,6 +87,8 @@ class WorkerLease(Membership):
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
     portfolio: Sequence[tuple[Point, str]] = ()
     """Published configurations and their sources, at most a tenth of the planned trials."""
+    start_up: StartUp | None = None
+    """Chooses values of the first trials; None: the sampler draws all."""
     budget: StudyBudget | None = None
     shares_checkpoints: bool = True
     """True if all machines write their checkpoints to one folder or bucket. Otherwise a worker leaves a trial
@@ -94,7 +98,6 @@ class WorkerLease(Membership):
         super().__post_init__()
         self._watch = Watch(self._storage, self._study, self.promotion, self.budget)
         self._study_id = study_id_of(self._study)
-        self._tried: set[str] = set()  # known configurations of trials, by `point_key`
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the known parameters of the unfinished trials."""
         self._has_warned = False
@@ -125,7 +128,7 @@ class WorkerLease(Membership):
             if trial is not None:
                 row = seen.rows.get(trial.number)
                 waits = trial.state == TrialState.WAITING
-                change = partial(self._start, points) if waits else self._take_over
+                change = partial(self._start, points, seen) if waits else self._take_over
                 if lease := self._claim(lambda it: change(it, trial, row)):  # noqa: B023
                     return lease
                 refused[trial.number, row] += 1
@@ -207,7 +210,7 @@ class WorkerLease(Membership):
             self._storage.persist(lambda: open_trial(self._study, row.trial_number)),
             row,
             study_closed=self.study_closed,
-            promotion=self.promotion,
+            promotion=self._watch.promotion,
             budget=self.budget,
             host=self.host,
             shares_checkpoints=self.shares_checkpoints,
@@ -239,6 +242,7 @@ class WorkerLease(Membership):
     def _start(
         self,
         points: Sequence[Point] | None,
+        seen: Snapshot,
         connection: sa.Connection,
         trial: FrozenTrial,
         row: sa.Row[Any] | None,
@@ -258,6 +262,10 @@ class WorkerLease(Membership):
         if points is not None:  # also points that were tried before; open parameters must run on this device
             fitting = ({**point, **fixed} for point in points)
             point = self._next_point(connection, [*filter(self.runnable, fitting)])
+        elif values := self._start_values(seen, fixed):
+            if num_begun(connection, self._name) != seen.num_begun:
+                return None  # other trials have begun since
+            fixed |= values
         system_attrs = {"fixed_params": fixed if point is None else point}
         set_trial_attributes(connection, trial_id_of(trial), {}, system_attrs, is_new=True)
         return self._insert(connection, trial.number, point)
@@ -267,26 +275,29 @@ class WorkerLease(Membership):
     ) -> sa.Row[Any] | None:
         if not self._locks_open_study(connection) or num_open(connection, self._name) <= 0:
             return None
-        if points is None:
-            point, source = self._next_published(connection, seen)
+        source: dict[str, str] = {}
+        if points is not None:
+            point = key = self._next_point(connection, points)
         else:
-            point, source = self._next_point(connection, points), {}
-            if point is None:
-                return None
-        number = make_trial(connection, self._study_id, fixed_params=point, user_attrs=source)
-        return self._insert(connection, number, point)
+            published, source = self._next_published(seen)
+            point, key = published | self._start_values(seen, published), None
+        if point is None or (
+            points is None and point and num_begun(connection, self._name) != seen.num_begun
+        ):
+            return None  # other trials have begun since
+        number = make_trial(connection, self._study_id, fixed_params=point or None, user_attrs=source)
+        return self._insert(connection, number, key)
 
-    def _next_published(
-        self, connection: sa.Connection, seen: Snapshot
-    ) -> tuple[Point | None, dict[str, str]]:
-        allowed = self.portfolio[: math.ceil(SHARE * seen.num_planned)]
-        if all(point_key(point) in self._tried for point, _ in allowed):
-            return None, {}
-        fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
-        tried = num_trials_of_points(connection, self._name)
-        self._tried.update(tried, map(point_key, fixed))
-        left = ((point, {SOURCE_ATTR: f"portfolio: {source}"}) for point, source in allowed)
-        return next((one for one in left if point_key(one[0]) not in self._tried), (None, {}))
+    def _next_published(self, seen: Snapshot) -> tuple[Point, dict[str, str]]:
+        """Return the first published configuration that is part of no trial's fixed parameters."""
+        for point, source in self.portfolio[: math.ceil(SHARE * seen.num_planned)]:
+            fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
+            if not any(point.items() <= one.items() for one in fixed):
+                return point, {SOURCE_ATTR: f"portfolio: {source}"}
+        return {}, {}
+
+    def _start_values(self, seen: Snapshot, given: Point) -> Point:
+        return self.start_up.values(seen.trials.values(), given) if self.start_up else {}
 
     def _locks_open_study(self, connection: sa.Connection) -> bool:
         if not lock_trials(connection, self._study_id):

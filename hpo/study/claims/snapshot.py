@@ -5,6 +5,7 @@ on a connection of their own. A trial is claimed only if it is still unchanged.
 """
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -17,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.precision.table import PRECISION, named_choices
 from hpo.study.claims.budget import StudyBudget
+from hpo.study.sampling.device_sampler import known_params
 from hpo.study.sampling.feasible_sampler import Choice, Failures, choices_of
 from hpo.study.sampling.points import Point, unused_points
 from hpo.study.sampling.promotion import (
@@ -31,15 +33,12 @@ from hpo.study.store.optuna_internals import read_trials
 from hpo.study.store.schema import claims, workers
 from hpo.study.store.storage import Storage, num_begun, num_open
 
+_logger = logging.getLogger(__name__)
+
 DEATH_CHECK_SECONDS = 1.0
 """Time between two checks for dead workers. With many workers, each checks less often."""
 DEATH_CHECKS_AT_ONCE = 8
 """Number of workers that check per `DEATH_CHECK_SECONDS`, so that the cost stays linear in the workers."""
-
-
-def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
-    """Return the parameters of a trial, including fixed ones before their suggestion."""
-    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,7 @@ class Snapshot:
     new: Sequence[Point]  # possible parameters of a new trial; [{}]: any
     is_spent: bool  # true if the study has spent its budget
     hosts: Set[str] = frozenset()  # machines of other live workers
+    num_begun: int = field(init=False)  # begun ones of the study's `n_trials`
     num_new: int = field(init=False)  # trials that may still begin within the budget
     num_planned: int = field(init=False)  # begun trials and `num_new`
     may_begin: bool = field(init=False)  # true if a live worker may begin another trial
@@ -122,6 +122,11 @@ class Watch:
         self._last_seen = -1
         self._dead: set[str] = set()
         self._next_death_check = -math.inf
+
+    @property
+    def promotion(self) -> Promotion | None:
+        """The rule for pauses, as of the last reading."""
+        return self._standings.promotion if self._standings else None
 
     def read(self, worker: str, runnable: Runnable, points: Sequence[Point] | None) -> Snapshot:
         """Read the study for a worker that can run `runnable` trials.
@@ -221,19 +226,25 @@ class Watch:
         if self._standings is not None:
             self._blamed = frozenset(self._failures.blamed(ours))
             continued = {number for number, row in seen.rows.items() if row.paused_at is None}
+            before = self._standings.left_out
             rungs = self._standings.rungs(ours, lambda trial: trial.number in waits, continued)
+            if self._standings.left_out != before:
+                _logger.info("%s", self._standings.left_out)
+            if self._budget is not None:
+                self._budget.promotion = self.promotion
         num_new = 0 if seen.is_spent else max(0, seen.num_open)
         if num_new and self._budget is not None:
             retries = sum(trial.number in seen.rows for trial in seen.waiting)
             num_new = self._budget.forecast(connection, rungs, ours, retries, num_new).num_new
         seen.num_new = num_new
-        seen.num_planned = num_begun(connection, self._study.study_name) + num_new
+        seen.num_begun = num_begun(connection, self._study.study_name)
+        seen.num_planned = seen.num_begun + num_new
         if not num_new:  # an enqueued trial would be one of them
             seen.waiting = [trial for trial in seen.waiting if trial.number in seen.rows]
         seen.may_begin = num_new > 0 and any(map(can_run, seen.new))
         if not seen.is_spent:
-            known = self._standings.promotion.rungs if self._standings else ()
-            # The study's pruner was another one when these paused.
+            known = self.promotion.rungs if self.promotion else ()
+            # The study's pruner was another one when these paused, or their rung ranks nothing.
             seen.promoted = [trial for trial in seen.paused if trial.user_attrs[PAUSED_ATTR] not in known]
         if self._standings is not None:
             promoted = () if seen.is_spent else self._standings.promoted(rungs, more_begin=seen.may_begin)

@@ -68,6 +68,7 @@ def _read(storage: Storage, connection: sa.Connection, name: str) -> StudyRecord
             number=row.number,
             device=row.device,
             job=row.job,
+            left_out=json.loads(row.left_out or "[]"),
             silent_seconds=row.now - row.last_seen,
         )
         for row in connection.execute(members.order_by(schema.workers.c.started))

@@ -68,6 +68,7 @@ class WorkerRecord:
     number: int = 0
     device: str | None = None  # `DeviceInfo.device_id` of its device
     job: str | None = None
+    left_out: Sequence[str] = ()  # precisions that its device lacks
     silent_seconds: float = 0.0  # seconds since its last heartbeat, by the database's clock
 
 

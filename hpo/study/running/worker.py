@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -48,6 +49,7 @@ from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.sampling.points import Point, grid_points
 from hpo.study.sampling.promotion import RESUMED_ATTR, WHOLE_ATTR, promotion_of
 from hpo.study.sampling.samplers import build_pruner, build_sampler
+from hpo.study.sampling.start_up import start_up
 from hpo.study.store.schema import EvaluationRow
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import BUDGET_SPENT, bind_data
@@ -156,6 +158,7 @@ def run_worker(
         promotion=promotion,
         read_points=_points_of(config, storage),
         portfolio=portfolio(config),
+        start_up=start_up(config, device),
         budget=StudyBudget(config.name, promotion) if config.budget else None,
         shares_checkpoints=config.checkpoint.location is not None,
     ) as worker:
@@ -265,7 +268,8 @@ class TrialRunner:
     def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         """Run a claimed trial to its outcome. Raises an error that concerns more than this trial."""
         executor, storage, device = self._executor, self._storage, self._executor.device.device_id
-        params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a range has grown meanwhile
+            params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
         folder = executor.trial_folder(self._token, trial.number)
         shared = self._shares_device or bool(storage.other_workers_on(device))

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.search_space import SearchSpace, grid
+from hpo.config.search_space import Range, SearchSpace, grid
 from hpo.outcome import Outcome
 from hpo.precision.table import named_choices
 from hpo.study.sampling.promotion import rungs_of
-from hpo.study.store.optuna_internals import StudyView, all_trials
+from hpo.study.store.optuna_internals import StudyView, all_trials, is_in
 
 MORE_MEMORY = 1.05  # factor of memory for trying a configuration again: cards of one model differ a little
 
@@ -58,6 +58,12 @@ class WorkerDevice:
 
 
 ANY_DEVICE = WorkerDevice()
+_OPTUNAS: Mapping[str, Any] = {"float": FloatDistribution, "int": IntDistribution}
+
+
+def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
+    """Return the parameters of a trial, including fixed ones before their suggestion."""
+    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
 
 
 class WrapperSampler(BaseSampler):
@@ -125,6 +131,11 @@ class DeviceSampler(WrapperSampler):
         every, narrow = (grid({name: one[name] for name in narrowed}) for one in (space, drawn))
         self._all = {name: CategoricalDistribution(choices) for name, choices in every.items()}
         self._narrow = {name: CategoricalDistribution(choices) for name, choices in narrow.items()}
+        self._ranges = {
+            name: _OPTUNAS[one.type](one.low, one.high, log=one.log, step=one.step)
+            for name, one in space.items()
+            if isinstance(one, Range)
+        }
         self._ended = NewlyEnded()
         self._changed: dict[int, FrozenTrial | None] = {}
 
@@ -150,6 +161,14 @@ class DeviceSampler(WrapperSampler):
             return None
         if trial.state == TrialState.RUNNING and (at_rungs := rungs_of(trial.user_attrs)):
             trial = _as_pruned(trial, [*at_rungs.values()][-1])
+        # The range may have grown. A sampler draws settings jointly only if all trials have the same one.
+        if wider := {
+            name: one
+            for name, one in self._ranges.items()
+            if trial.distributions.get(name, one) != one and is_in(one, trial.params[name])
+        }:
+            trial = copy.copy(trial)
+            trial.distributions = trial.distributions | wider
         if not (self._narrow and self._models_choices):
             return trial
         shown = copy.copy(trial)

@@ -29,7 +29,7 @@ from hpo.config.limits import FEASIBLE
 from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome, concerns_precision
 from hpo.precision.table import BASE_PRECISION, PRECISION
-from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler
+from hpo.study.sampling.device_sampler import NewlyEnded, WrapperSampler, known_params
 from hpo.study.sampling.promotion import rungs_of
 from hpo.study.store.optuna_internals import stored_trials
 
@@ -243,9 +243,11 @@ class AvoidRepeats(WrapperSampler):
         return self._params
 
     def _propose(self, study: Study, trial: FrozenTrial, params: Mapping[str, Any]) -> _Proposal:
+        known = known_params(trial)
+
         def draw(name: str, distribution: BaseDistribution) -> Any:
-            if name in trial.params:  # another worker began this trial
-                return trial.params[name]
+            if name in known:  # the claim fixed it, or another worker began this trial
+                return known[name]
             if name in params:
                 return params[name]
             return self._sampler.sample_independent(study, trial, name, distribution)
@@ -257,7 +259,7 @@ class AvoidRepeats(WrapperSampler):
     def _change(
         self, study: Study, trial: FrozenTrial, proposal: _Proposal, tried: Set[Configuration]
     ) -> _Proposal:
-        for params in self._changes(proposal.params, trial.params):
+        for params in self._changes(proposal.params, known_params(trial)):
             changed = self._propose(study, trial, params)
             if _configuration(changed.params) not in tried:
                 return changed

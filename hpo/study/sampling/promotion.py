@@ -12,6 +12,9 @@ fronts (`hpo.study.sampling.fronts`). At each rung the best `MOST_PAUSED` of the
 because Optuna reads every unfinished trial again and again. The others end as PRUNED, and so do all of them
 when the study ends.
 
+A rung ranks nothing if most trials there are no better than the best constant prediction. If the first one
+does, it is not used, and its trials continue to the next. Each worker derives this from the stored trials.
+
 Li et al., "A System for Massively Parallel Hyperparameter Tuning", 2020, https://arxiv.org/abs/1810.05934.
 Egele et al., "The Unreasonable Effectiveness of Early Discarding After One Epoch in Neural Network
 Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
@@ -19,7 +22,7 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -36,7 +39,7 @@ PAUSED_ATTR = "paused_at"  # user attribute of a trial: the rung of its last pau
 RESUMED_ATTR = "resumed_at"  # user attribute of a promoted trial: the rung of its last continuation
 RUNGS_ATTR = "rungs"
 """User attribute of a trial: {rung: {"values": its objectives there, "constraints": its violation of each
-limit of the study there}}."""
+limit of the study there, "is_constant": true if no better than the best constant prediction}}."""
 RUN_ATTRS = (
     *("outcome", "outcome_reason", "telemetry", "traceback", "worker", "active_seconds", "retry_of"),
     *(PAUSED_ATTR, RESUMED_ATTR, RUNGS_ATTR),
@@ -126,6 +129,9 @@ class Promotion:
         return min(num_paused, max(num_paused // self.reduction_factor, at_least))
 
 
+MIN_AT_RUNG = 5  # number of trials at a rung before it can rank nothing
+
+
 class Standing(NamedTuple):
     """A trial at a rung. The lowest is the best."""
 
@@ -138,9 +144,14 @@ class Standing(NamedTuple):
 @dataclass
 class Rung:
     num_paused: int = 0  # number of pauses here so far
+    num_constant: int = 0  # those no better than the best constant prediction
     promoted: list[Standing] = field(default_factory=list)  # continued trials, except for broken ones; sorted
     num_running: int = 0  # number of promoted trials on their way to the next rung
     waiting: list[Standing] = field(default_factory=list)  # paused trials for the live workers
+
+    @property
+    def ranks_nothing(self) -> bool:
+        return self.num_paused >= MIN_AT_RUNG and 2 * self.num_constant > self.num_paused
 
     def chosen(self, num_promoted: int) -> list[int]:
         """Return the paused trials to promote, so that the best `num_promoted` have been promoted."""
@@ -170,7 +181,8 @@ class Standings:
     def __init__(
         self, promotion: Promotion, continues_last: Callable[[FrozenTrial], bool] = lambda _: False
     ) -> None:
-        self.promotion = promotion
+        self.promotion = self._given = promotion  # with the rungs in use, as of the last `rungs`
+        self.left_out = ""  # sentence on the rungs that rank nothing; empty: none
         self._continues_last = continues_last
         self._signs = [-1.0 if direction == "maximize" else 1.0 for direction in promotion.directions]
         self._ended = {rung: Rung() for rung in promotion.rungs}
@@ -185,6 +197,7 @@ class Standings:
             if (rung := self._ended.get(number)) is None:
                 continue  # the study had other rungs
             rung.num_paused += 1
+            rung.num_constant += bool(at.get("is_constant"))
             if number < last or trial.state.name == "COMPLETE":
                 insort(rung.promoted, self._standing(trial, at))
 
@@ -194,14 +207,15 @@ class Standings:
         is_waiting: Callable[[FrozenTrial], bool],
         continued: Container[int] = (),
     ) -> list[Rung]:
-        """Return the rungs with the unfinished trials.
+        """Return the rungs in use, with the unfinished trials.
 
         Args:
             is_waiting: tells if a paused trial may be promoted now.
             continued: numbers of trials that have continued since they were read.
         """
         rungs = {
-            number: Rung(ended.num_paused, list(ended.promoted)) for number, ended in self._ended.items()
+            number: Rung(ended.num_paused, ended.num_constant, list(ended.promoted))
+            for number, ended in self._ended.items()
         }
         for trial in unfinished:
             at_rungs = rungs_of(trial.user_attrs)
@@ -210,12 +224,21 @@ class Standings:
                 if (rung := rungs.get(number)) is None:
                     continue
                 rung.num_paused += 1
+                rung.num_constant += bool(at.get("is_constant"))
                 if number < last or not is_paused(trial) or trial.number in continued:
                     insort(rung.promoted, self._standing(trial, at))
                     rung.num_running += number == last
                 elif is_waiting(trial):
                     rung.waiting.append(self._standing(trial, at, self._continues_last(trial)))
-        return [*rungs.values()]
+        used, self.left_out = [*rungs], ""
+        while len(used) > 1 and (rung := rungs[used[0]]).ranks_nothing:
+            first = used.pop(0)
+            self.left_out = (
+                f"At {first:.0%} of their training, {rung.num_constant} of {rung.num_paused} trials are no "
+                f"better than the best constant prediction. So trials pause at {used[0]:.0%} first."
+            )
+        self.promotion = replace(self._given, rungs=tuple(used))
+        return [rungs[number] for number in used]
 
     def promoted(self, rungs: Sequence[Rung], *, more_begin: bool) -> list[int]:
         """Return the numbers of the trials to promote now, the last rung first.

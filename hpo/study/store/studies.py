@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from hpo.config.definition import widened_ranges
 from hpo.config.first import EarlierResults, fitting
 from hpo.config.limits import violation
 from hpo.config.sections import BudgetConfig
@@ -83,8 +84,16 @@ def _create_or_resume(
         return
     stored = definition_of(row.name, row.definition)
     resumed = _definition(config.resumed(stored))
+    wider = widened_ranges(stored, json.loads(resumed["definition"]))
+    if wider and not resize:
+        raise StudyChangedError(f"The range of {', '.join(wider)} is wider now. `hpo run` stores that.")
     if not resize:
         return
+    if wider:
+        _logger.warning(
+            "The range of %s is wider now. Workers that run keep the old one until they start again.",
+            ", ".join(wider),
+        )
     if stored.get("budget") and config.budget is None:
         _logger.warning(
             "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials

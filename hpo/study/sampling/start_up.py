@@ -1,0 +1,114 @@
+"""The start of a study tries each value of the settings that change the cost of a trial.
+
+A precision without a trial cannot win, and at random all trials of a small study often have the same one. So
+the claim of a new trial fixes these settings: first the values that no trial shows, then those with the fewest
+trials, combined in new ways. After the start, only values that no trial shows lead to this.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.config.search_space import CategoricalDistribution, SearchSpace, encode, grid
+from hpo.config.study_config import StudyConfig
+from hpo.outcome import Outcome, shows_precision
+from hpo.precision.table import BASE_PRECISION, PRECISION, choice_name
+from hpo.study.sampling.device_sampler import WorkerDevice, known_params
+from hpo.study.sampling.feasible_sampler import MIN_INFEASIBLE_TRIALS, Choice, is_infeasible
+from hpo.study.sampling.promotion import rungs_of
+
+COSTLY = (PRECISION, BASE_PRECISION, "optimizer_state", "compile", "attention")
+"""Settings that change the cost of a trial."""
+STARTS = {"tpe": 5, "gp": 10, "nsga2": 50, "random": 10, "qmc": 10}
+"""Number of trials in the start, without options: those before a sampler learns. The last two never learn."""
+
+
+@dataclass
+class StartUp:
+    """The values of `COSTLY` settings in the first trials of a study, on one device."""
+
+    space: SearchSpace  # `COSTLY` settings with several choices, and the settings of their conditions
+    num_trials: int  # number of trials in the start
+    device: WorkerDevice
+    has_ended: bool = False  # true after the start, if no value is left to try
+
+    def values(self, trials: Iterable[FrozenTrial], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that a new trial must have, as Optuna stores them, beside the `given` ones."""
+        if self.has_ended:
+            return {}
+        shown, broken, num_tried, num_begun = set[Choice](), set[Choice](), Counter[Any](), 0
+        for trial in trials:
+            params = self._active(known_params(trial))
+            num_tried.update([*params.items(), frozenset(params.items())])
+            num_begun += trial.state not in (TrialState.WAITING, TrialState.FAIL)
+            if not self.device.says_nothing(trial):
+                (broken if is_infeasible(trial) else shown).update(_shown(trial, params))
+
+        def is_possible(choice: Choice) -> bool:
+            has_failed = num_tried[choice] >= MIN_INFEASIBLE_TRIALS and choice not in shown
+            return choice not in broken and not has_failed
+
+        def untried(params: Mapping[str, Any]) -> list[str]:
+            return [choice[0] for choice in params.items() if choice[0] in COSTLY and choice not in shown]
+
+        def rank(params: Mapping[str, Any]) -> tuple[float, ...]:
+            names, together = untried(params), num_tried[frozenset(params.items())]
+            return (
+                PRECISION not in names,
+                -len(names),
+                sum(num_tried[choice] for choice in params.items()),
+                together,
+            )
+
+        possible = (one for one in self._combinations(given) if all(map(is_possible, one.items())))
+        best = min(possible, key=rank, default={})
+        if num_begun >= self.num_trials and not untried(best):
+            self.has_ended = self.space.keys().isdisjoint(given)
+            return {}
+        return {name: value for name, value in best.items() if name not in given}
+
+    def _combinations(self, given: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+        """Return all combinations with the `given` values that this device runs."""
+        values = [[given[name]] if name in given else one for name, one in grid(self.space).items()]
+        products = (dict(zip(self.space, product, strict=True)) for product in itertools.product(*values))
+        unique = {frozenset(params.items()): params for params in map(self._active, products)}
+        lacking = {*(self.device.left_out or ())}
+        lacking |= {"attention=flash"} if self.device.device_id == "cpu" else set()
+        return (
+            one for one in unique.values() if lacking.isdisjoint(itertools.starmap(choice_name, one.items()))
+        )
+
+    def _active(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of settings of the space under their conditions."""
+
+        def is_active(name: str) -> bool:
+            conditions = self.space[name].when.items()
+            return all(params.get(parent) in map(encode, values) for parent, values in conditions)
+
+        return {name: params[name] for name in self.space if name in params and is_active(name)}
+
+
+def _shown(trial: FrozenTrial, params: Mapping[str, Any]) -> set[Choice]:
+    """Return the choices whose effect the trial shows, or will show."""
+    outcome, telemetry = trial.user_attrs.get("outcome", ""), trial.user_attrs.get("telemetry", {})
+    is_evaluated = bool(trial.values or trial.intermediate_values or rungs_of(trial.user_attrs))
+    is_unknown = outcome == Outcome.UNSUPPORTED or not shows_precision(outcome, telemetry, is_evaluated)
+    if trial.state.is_finished() and is_unknown:
+        return set()
+    return {choice for choice in params.items() if choice[0] == PRECISION or not is_infeasible(trial)}
+
+
+def start_up(config: StudyConfig, device: WorkerDevice) -> StartUp | None:
+    """Return the start of a study; None if its sampler has another plan, or no such setting is searched."""
+    sampler, space = config.sampler, config.search_space
+    choices = {name: one for name, one in space.items() if isinstance(one, CategoricalDistribution)}
+    costly = {name: choices[name] for name in COSTLY if name in choices and choices[name].size > 1}
+    if config.comparison is not None or sampler.name not in STARTS or not costly:
+        return None
+    parents = {parent: space[parent] for one in costly.values() for parent in one.when}
+    given = sampler.options.get("n_startup_trials", sampler.options.get("population_size"))
+    return StartUp({**costly, **parents}, STARTS[sampler.name] if given is None else given, device)
