@@ -1,7 +1,4 @@
-"""A trained model for MLflow: `mlflow models serve -m DIR` answers over HTTP, without a server of our own.
-
-MLflow loads this module by its name in the file MLmodel of an export, and calls `_load_pyfunc`.
-"""
+"""A trained model for MLflow, whose server answers over HTTP: `mlflow models serve -m DIR`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,9 +11,9 @@ from hpo.inference.model import load
 
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any]) -> SimpleNamespace:
-    """Load an export with these options of `hpo.load`.
+    """Load an export with these options of `hpo.load`. MLflow calls this function by its name.
 
-    Its `predict` takes a table with the column `text` and returns {task: fields of `TaskPrediction`} per row.
+    `predict` takes a table with a column `text`. Returns {task: fields of `TaskPrediction`} for each row.
     """
     model = load(path, **model_config)
 

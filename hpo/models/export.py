@@ -47,18 +47,9 @@ _FLAVOR = {
     "loader_module": "hpo.inference.mlflow_model",
     "python_version": platform.python_version(),
     # Options of `hpo.load`, which a user may change. Code of the study is not in the folder.
-    "config": {
-        "device": "auto",
-        "precision": None,
-        "attention": None,
-        "trust_remote_code": False,
-        "code": [],
-    },
+    "config": {"device": "auto", "precision": None, "trust_remote_code": False, "code": []},
 }
-_COLUMNS = [
-    {"name": "text", "type": "string", "required": True},
-    {"name": "segments", "type": "any", "required": False},  # MLflow drops columns without a name here
-]
+_COLUMNS = {"text": "string", "segments": "any"}  # MLflow drops others
 
 
 @dataclass(frozen=True)
@@ -190,19 +181,12 @@ def write_metadata(folder: Path, content: Mapping[str, Any]) -> None:
     content = {**content, "checksums": {path.relative_to(folder).as_posix(): _sha256(path) for path in files}}
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
     if find_spec("mlflow") is not None:  # it takes seconds to import, and its YAML may be JSON
-        model = {"flavors": {"python_function": _FLAVOR}, "signature": {"inputs": json.dumps(_COLUMNS)}}
+        inputs = [{"name": one, "type": of, "required": one == "text"} for one, of in _COLUMNS.items()]
+        model = {"flavors": {"python_function": _FLAVOR}, "signature": {"inputs": json.dumps(inputs)}}
         (folder / "MLmodel").write_text(json.dumps(model, indent=2) + "\n")
-        packages = (
-            "precision-hpo",
-            "mlflow",
-            "mlflow-skinny",
-            "torch",
-            "transformers",
-            "onnxruntime",
-            "peft",
-        )
-        versions = installed_versions(*packages).items()
-        (folder / "requirements.txt").write_text("".join(f"{name}=={one}\n" for name, one in versions))
+        names = ("precision-hpo", "mlflow-skinny", "torch", "transformers", "onnxruntime", "peft")
+        lines = [f"{name}=={version}\n" for name, version in installed_versions(*names).items()]
+        (folder / "requirements.txt").write_text("".join(lines))
 
 
 def check_export_folder(directory: Path, marker: str = "hpo.json", study: str = "") -> None:
