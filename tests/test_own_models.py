@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import sqlalchemy as sa
 from sklearn.metrics import cohen_kappa_score
@@ -286,7 +287,10 @@ def test_export_loads_no_other_encoder(tmp_path: Path, name: str) -> None:
         load_own_encoder(tmp_path)
 
 
-def test_export_predicts_with_its_code_and_keeps_tied_weights(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred as AnyType:UserWarning")  # mlflow's own types
+def test_export_predicts_with_its_code_and_keeps_tied_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tied = "self.out = nn.Linear(size, 30522, bias=False); self.out.weight = self.embed.weight; self.gru ="
     executor = own_executor(tmp_path, MODELS.replace("self.gru =", tied))
     params = {"gru.size": 8, "wide.width": 2, "max_steps": 4}
@@ -296,6 +300,7 @@ def test_export_predicts_with_its_code_and_keeps_tied_weights(tmp_path: Path) ->
     assert result.constraints["tone/kappa"] == pytest.approx((0.5 - metrics["tone"]["kappa"]) / 0.5)
     folder = export_checkpoint(executor, tmp_path / "trial", tmp_path / "model", StoredTrial(0, params))
     use_code({}, "none")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     model = hpo.load(folder, device="cpu", code=tmp_path / "own_kind.py")
     network: Any = model.network
     assert network.encoder.module.out.weight is network.encoder.module.embed.weight
@@ -305,6 +310,13 @@ def test_export_predicts_with_its_code_and_keeps_tied_weights(tmp_path: Path) ->
     assert [one["times"].label for one in model.predict(texts)] == pytest.approx(expected, rel=1e-4)
     onnx = hpo.load(export_onnx(model, tmp_path / "onnx"), device="cpu", code=tmp_path / "own_kind.py")
     assert [one["times"].label for one in onnx.predict(texts)] == pytest.approx(expected, rel=1e-4)
+    import mlflow
+
+    options = {"code": str(tmp_path / "own_kind.py")}
+    rows = mlflow.pyfunc.load_model(str(tmp_path / "onnx"), model_config=options).predict(
+        pd.DataFrame({"text": texts})
+    )
+    assert [row["times"]["label"] for row in rows] == pytest.approx(expected, rel=1e-4)
 
 
 PARTS = """

@@ -7,10 +7,12 @@ The key `runtime` of hpo.json names the program that computes: `torch` (the defa
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from hpo.models.own_encoder import load_own_encoder
 from hpo.precision.table import PRECISIONS
 from hpo.tasks.kind import KINDS, Task
 from hpo.tasks.tokenized_split import Windowing
+from hpo.versions import installed_versions
 
 EXPORT_FORMATS = {"torch": 2, "onnx": 3, "adapter": 4}
 """The format of hpo.json for each runtime."""
@@ -38,6 +41,15 @@ _DAMAGES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, Runtim
 BASE_FOLDER = "base"
 _FILES = ("config.json", "heads.safetensors", "tokenizer.json", "tokenizer_config.json")
 """Required files beside hpo.json and the encoder's weights. Without the last, transformers would guess."""
+MLFLOW_FILES = ("MLmodel", "requirements.txt")
+"""Files for MLflow. They have no checksum, since its users may edit them."""
+_FLAVOR = {
+    "loader_module": "hpo.inference.mlflow_model",
+    "python_version": platform.python_version(),
+    # Options of `hpo.load`, which a user may change. Code of the study is not in the folder.
+    "config": {"device": "auto", "precision": None, "trust_remote_code": False, "code": []},
+}
+_COLUMNS = {"text": "string", "segments": "any"}  # MLflow drops others
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,7 @@ def export_model(
         config.json, model.safetensors, tokenizer.json ...  the encoder and its tokenizer
         heads.safetensors                                   pooling, heads, log variances
         hpo.json                                            tasks, `ExportSettings`, checksums of the files
+        MLmodel, requirements.txt                           for `mlflow models serve`, if MLflow is installed
 
     With `settings.base`, the adapter for `peft.PeftModel` replaces the encoder's weights:
 
@@ -164,10 +177,17 @@ def export_metadata(model: MultitaskModel, settings: ExportSettings) -> dict[str
 
 
 def write_metadata(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write hpo.json, with the checksums of all other files."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Write hpo.json, with the checksums of all other files but `MLFLOW_FILES`. Write these, too."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in MLFLOW_FILES)
     content = {**content, "checksums": {path.relative_to(folder).as_posix(): _sha256(path) for path in files}}
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
+    if find_spec("mlflow") is not None:  # it takes seconds to import, and its YAML may be JSON
+        inputs = [{"name": one, "type": of, "required": one == "text"} for one, of in _COLUMNS.items()]
+        model = {"flavors": {"python_function": _FLAVOR}, "signature": {"inputs": json.dumps(inputs)}}
+        (folder / "MLmodel").write_text(json.dumps(model, indent=2) + "\n")
+        names = ("precision-hpo", "mlflow-skinny", "torch", "transformers", "onnxruntime", "peft")
+        lines = [f"{name}=={version}\n" for name, version in installed_versions(*names).items()]
+        (folder / "requirements.txt").write_text("".join(lines))
 
 
 def check_export_folder(directory: Path, marker: str = "hpo.json", study: str = "") -> None:

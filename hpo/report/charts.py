@@ -6,15 +6,18 @@ The colours are by Okabe and Ito (2008): people with the common colour-blindness
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import plotly.express as px
 import plotly.graph_objects as go
 
+from hpo.config.search_space import encode
 from hpo.json_safe import is_number
 from hpo.outcome import Outcome
-from hpo.report.formats import format_cell, format_interval, format_metric, format_number
+from hpo.report.formats import format_cell, format_interval, format_metric, format_number, plural
+from hpo.report.importances import importances
 from hpo.report.tables import (
     ON,
     StudyTables,
@@ -59,50 +62,107 @@ def all_charts(tables: StudyTables) -> list[Chart]:
     charts = forests(tables.record.comparisons)
     if not tables.complete.empty:
         charts += [objectives(tables)] if len(metrics) > 1 else []
-        for index in range(len(metrics)):
-            charts += [history(tables, index), *precision_metric(tables, index)]
         if not {"train_examples_per_second", "train_tokens_per_second"} & set(metrics):
             charts += metric_throughput(tables)
-    return charts + [chart for index in range(len(metrics)) for chart in learning_curves(tables, index)]
+        charts += parallel_coordinates(tables)
+    for plot in (history, importance_bars, slices, learning_curves):
+        charts += [chart for index in range(len(metrics)) for chart in plot(tables, index)]
+    return charts
 
 
-def history(tables: StudyTables, index: int = 0) -> Chart:
-    """Plot an objective by trial, with the best so far."""
+def history(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
+    """Plot an objective by trial with the best so far. A trial that is not complete has its last value."""
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
-    rows = tables.complete
+    rows, stored, column = tables.complete, tables.evaluations, objective_column(metric)
+    last = stored.dropna(subset=[metric]).groupby("number")[metric].last() if metric in stored else {}
+    others = tables.trials.drop(rows.index)
+    others = others.assign(**{column: others["number"].map(last)}).dropna(subset=[column])
+    if rows.empty and others.empty:
+        return
     values = _objective(rows, metric)
     met = values[rows["meets_limits"].eq(True)]
     best = met.cummax() if direction == "maximize" else met.cummin()
     line = _line("best so far", list(rows["number"][met.index]), list(best), shape="hv")
-    figure = _figure([*_points(rows, rows["number"], values), line], "trial number", _label(metric))
-    if rows["number"].max() < 10:
+    hollow = list(_points(others, others["number"], _objective(others, metric)))
+    for points in hollow:
+        points["showlegend"] = False
+        points["marker"]["symbol"] = points["marker"]["symbol"].removesuffix("-open") + "-open"
+    traces = [*_points(rows, rows["number"], values), *hollow, line]
+    figure = _figure(traces, "trial number", _label(metric))
+    if tables.trials["number"].max() < 10:
         figure.update_xaxes(dtick=1)
     shown = f"The line is the best so far ({direction})" if len(met) else "None is within all limits"
     caption = f"{len(rows)} complete trials. {shown}."
-    return Chart(_key("history", index), f"{metric} by trial", figure, caption)
+    if hollow:
+        caption += f" Hollow: the last value of {plural(len(others), 'trial')} not complete."
+    yield Chart(_key("history", index), f"{metric} by trial", figure, caption)
 
 
-def precision_metric(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
-    metric = tables.record.metric_names[index]
-    rows = tables.complete[tables.complete["counts"]]
-    if rows.empty:
-        return
-    groups = _by_group(rows, tables.groups(rows))
-    x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
-    for position, (_, group) in enumerate(groups):
-        # Spread sideways so that equal values stay visible.
-        spread = 0.18 if len(group) > 1 else 0.0
-        x[group.index] = position + np.linspace(-spread, spread, len(group))
-    names = [(group.replace(ON, "\non ").replace(", ", "\n"), len(points)) for group, points in groups]
-    figure = _figure(list(_points(rows, x, y)), y_label=_label(metric))
-    # Slanted to the left where they do not fit: to the right, plotly hides the last one.
-    ticks = _category_axis([f"{name} (n = {num})" for name, num in names])
-    figure.update_xaxes(**ticks, autotickangles=[0, -45, -90])
-    formats = ", ".join(["Groups: precision", *tables.formats]) if tables.formats else ""
-    differing = ", ".join(differing_settings(rows))
-    other = f"The trials differ in these settings too: {differing}" if differing else ""
-    caption = " ".join(f"{text}." for text in (formats, other) if text)
-    yield Chart(_key("precision_metric", index), f"{metric} by precision", figure, caption)
+def slices(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
+    """Plot an objective against precision and each other setting, of trials in their requested precision."""
+    metric, rows = tables.record.metric_names[index], tables.complete[tables.complete["counts"]]
+    groups = tables.groups(rows)
+    labels = sorted(groups.unique(), key=group_order)
+    names = [label.replace(ON, "\non ").replace(", ", "\n") for label in labels]
+    settings = {"precision": _Setting(groups.map(labels.index).astype(float), names)} if labels else {}
+    settings |= {name: _setting(tables, rows, name) for name in differing_settings(rows)}
+    for num, (name, setting) in enumerate(settings.items()):
+        x = setting.values
+        # Spread sideways so that equal choices stay visible.
+        sizes = x.groupby(x).transform("size") - 1
+        spread = 0.36 * (x.groupby(x).cumcount() / sizes.replace(0, np.nan) - 0.5).fillna(0)
+        traces = _points(rows, x + spread if setting.choices else x, _objective(rows, metric))
+        figure = _figure([*traces], y_label=_label(metric)).update_xaxes(type=setting.axis)
+        if setting.choices:
+            ticks = [f"{choice} (n = {x.eq(at).sum()})" for at, choice in enumerate(setting.choices)]
+            # Slanted to the left where they do not fit: to the right, plotly hides the last one.
+            figure.update_xaxes(**_category_axis(ticks), autotickangles=[0, -45, -90])
+        yield Chart(_key(f"slice_{num}" if num else "precision_metric", index), f"{metric} by {name}", figure)
+
+
+class _Setting(NamedTuple):
+    values: pd.Series  # numbers, or positions of choices
+    choices: Sequence[str] = ()
+    axis: str = "linear"
+
+
+def _setting(tables: StudyTables, rows: pd.DataFrame, name: str) -> _Setting:
+    values, entry = rows[f"param.{name}"], tables.search_space.get(name) or {}
+    if "low" in entry:
+        return _Setting(values.astype(float), axis="log" if entry.get("log") else "linear")
+    choices = [*map(encode, entry.get("choices") or values.dropna().unique())]
+    places = [choices.index(value) if value in choices else np.nan for value in values]
+    return _Setting(pd.Series(places, rows.index, dtype=float), [*map(format_cell, choices)])
+
+
+def parallel_coordinates(tables: StudyTables) -> Iterator[Chart]:
+    """Plot each complete trial as a line. plotly's own type does not draw under the policy of the page."""
+    rows, metrics = tables.complete, tables.record.metric_names
+    axes = {name: _setting(tables, rows, name) for name in differing_settings(rows)}
+    axes |= {metric: _Setting(_objective(rows, metric)) for metric in metrics if axes}
+    points, labels = {len(axes): pd.Series(np.inf, rows.index)}, []
+    for place, (values, choices, axis) in enumerate(axes.values()):
+        heights = np.log(values) if axis == "log" else values
+        points[place] = (heights - heights.min()) / ((heights.max() - heights.min()) or 1.0)
+        shown = values.dropna().sort_values().drop_duplicates()
+        for row, value in (shown if choices else shown.iloc[[0, -1]]).items():
+            text = _text(choices[int(value)] if choices else format_number(value))
+            labels.append({"x": place, "y": points[place][row], "text": text, "showarrow": False})
+    # A line goes past settings that the trial lacks. The infinite height becomes a gap before the next trial.
+    table = pd.DataFrame(points).sort_index(axis="columns").stack()
+    traces = []
+    for precision, group in _by_group(rows, rows["precision"]):
+        color, _ = PRECISION_STYLES.get(precision, _OTHER_STYLE)
+        line = table.loc[group.index].replace(np.inf, np.nan)
+        trials, places = (line.index.get_level_values(level) for level in (0, 1))
+        trace = _line(precision, [*places], [*line], color=color)
+        texts = [f"trial {number}" for number in rows["number"][trials]]
+        traces.append(trace | {"hovertext": texts, "hoverinfo": "text", "opacity": 0.7})
+    figure = _figure(traces).update_layout(annotations=labels, yaxis_visible=False)
+    figure.update_annotations(bgcolor="rgba(255, 255, 255, 0.8)", font_size=11)
+    figure.update_xaxes(**_category_axis([*axes]) | {"showgrid": True, "autotickangles": [0, -45, -90]})
+    if axes:
+        yield Chart("parallel", "Settings and results of trials", figure, f"{len(rows)} complete trials.")
 
 
 def metric_throughput(tables: StudyTables) -> Iterator[Chart]:
@@ -175,6 +235,21 @@ def learning_curves(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
     caption = f"{best}{len(reached)} trials. Dashed: not complete."
     figure = _figure(traces, "epoch", _label(metric))
     yield Chart(_key("learning_curves", index), f"{metric} while training", figure, caption)
+
+
+def importance_bars(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
+    metric, table = tables.record.metric_names[index], importances(tables, index).rename(index=_text)
+    if table.empty:
+        return
+    colors = [_LINE_COLOR, _AXIS_COLOR]
+    bars = px.bar(table, orientation="h", text_auto=".1%", color_discrete_sequence=colors).data
+    figure = _figure(bars, height=110 + 44 * len(table)).update_xaxes(tickformat=".0%", range=[0, 1.12])
+    figure.update_traces(textposition="outside", cliponaxis=False, hovertemplate=None)
+    caption = (
+        "PED-ANOVA: how far a setting decides which trials are the best. fANOVA: how much of all differences "
+        "it explains. A choice that spoils its trials is large in fANOVA, and may be small in PED-ANOVA."
+    )
+    yield Chart(_key("importances", index), f"Importance of settings for {metric}", figure, caption)
 
 
 def forests(comparisons: Mapping[str, Any]) -> list[Chart]:

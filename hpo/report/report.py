@@ -37,6 +37,7 @@ from hpo.report.formats import (
     format_value,
     plural,
 )
+from hpo.report.importances import importance_notes
 from hpo.report.status import (
     budget_messages,
     limit_messages,
@@ -101,7 +102,8 @@ def report_html(tables: StudyTables, study_file: str | None = None) -> str:
     record = tables.record
     cards = [_cards(tables, trial) for trial in tables.best]
     plots = [(chart, _plot(chart)) for chart in all_charts(tables)]
-    sections = {"verdict": ("verdicts",), "first": _FIRST, "precision": ("precision_metric",)}
+    sections = {"verdict": ("verdicts",), "first": _FIRST, "settings": ("importances", "parallel")}
+    sections |= {"slices": ("precision_metric", "slice")}
     charts: dict[str, list[Any]] = {
         name: [one for one in plots if one[0].key.startswith(keys)] for name, keys in sections.items()
     }
@@ -117,6 +119,7 @@ def report_html(tables: StudyTables, study_file: str | None = None) -> str:
         recommendations=recommendations(record),
         compared=[(details(one), comparison_tables(one)) for one in record.comparisons.values()],
         charts=charts,
+        importance_notes=[*importance_notes(tables)],
         num_objectives=len(record.metric_names),
         num_complete=len(tables.complete),
         num_met=int(tables.complete["meets_limits"].eq(True).sum()),
@@ -264,7 +267,7 @@ def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> d
 def _all_trials(tables: StudyTables) -> Rows:
     trials = tables.trials
     table = trials[["number", "outcome"]].assign(precision=trials["precision"].replace("", MISSING))
-    table["effective"] = trials["effective"].fillna(MISSING)
+    table["effective"] = [effective_precision(trial) or MISSING for trial in tables.record.trials]
     for metric in tables.record.metric_names:
         table[metric] = [format_metric(metric, value) for value in trials[objective_column(metric)]]
     if len(tables.devices) > 1:
@@ -273,6 +276,8 @@ def _all_trials(tables: StudyTables) -> Rows:
     table["examples/s"] = trials["train_examples_per_second"].map(format_number) + busy
     if trials["train_joules_per_example"].notna().any():
         table["joules/example"] = trials["train_joules_per_example"].map(format_number)
+    if trials["skipped_steps"].gt(0).any():
+        table["skipped steps"] = trials["skipped_steps"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
     table["time"] = trials["seconds"].map(format_seconds)
     for name in searched_parameters(trials):

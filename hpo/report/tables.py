@@ -58,6 +58,7 @@ _TELEMETRY = {
     "skipped_steps": "scaler.skipped_steps",
     "fp32_fallbacks": "fp32_fallbacks",
     "num_steps": "num_steps",
+    "fp32_parts": "fp32_parts.resolved",
     "base_precision": "base_precision.effective",
     "weights_bytes": "base_precision.observed.weights_bytes",
     "optimizer_state": "optimizer_state.effective",
@@ -126,14 +127,17 @@ class StudyTables:
         table["counts_for_speed"] = table["counts"] & ~table["shared"] & measured
         return table
 
+    @cached_property
+    def search_space(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.record.definition.get("search_space") or {}
+
     def _requested_precision(self, trial: TrialRecord) -> str:
         """Return the precision; empty for a trial that has not drawn it."""
-        is_searched = PRECISION in (_look_up(self.record.definition, "search_space") or {})
         return (
             _look_up(trial.telemetry, "precision.requested")
             or trial.params.get(PRECISION)
             or _look_up(self.record.definition, f"training.{PRECISION}")
-            or ("" if is_searched else "auto")
+            or ("" if PRECISION in self.search_space else "auto")
         )
 
     @cached_property

@@ -22,6 +22,7 @@ from hpo.report.verdicts import VERDICT_COLUMNS
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
 CHARTS = {"history", "precision_metric", "metric_throughput", "learning_curves"}
+SEARCH = {"importances", "parallel", *(f"slice_{place}" for place in range(1, 5))}
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +37,11 @@ def printed_commands(path: Path) -> list[list[str]]:
 
 
 def charts_of(text: str) -> set[str]:
-    return set(re.findall(r'<div id="([a-z_]+)" class="plotly', text))
+    return set(re.findall(r'<div id="(\w+)" class="plotly', text))
 
 
 def test_a_report_is_one_page_with_its_tables(full_report: Path) -> None:
-    assert charts_of(without_plotly(full_report)) == CHARTS
+    assert charts_of(without_plotly(full_report)) == CHARTS | SEARCH
     assert {file.name for file in full_report.parent.iterdir()} == {"report.html", "tables"}
     tables = {file.stem: pd.read_csv(file) for file in (full_report.parent / "tables").glob("*.csv")}
     assert tables.keys() == {"evaluations", "precision", "trials", "verdicts"}
@@ -59,7 +60,7 @@ def test_page_begins_with_the_best_trial(full_report: Path) -> None:
     assert f"learning_rate={best.params['learning_rate']!r}" in printed_commands(full_report)[0]
     assert printed_commands(full_report)[0][:4] == ["hpo", "train", "STUDY.yaml", "--param"]
     assert "requested fp16, ran fp16 (emulated), observed: products of 38 weight" in text
-    order = ["Best", "Before you draw conclusions", "Precision", "The search", "The study", "Tables"]
+    order = ["Best", "Before you draw conclusions", "The search", "The study", "Tables"]
     assert [title for title in re.findall("<h2>(.*?)</h2>", text) if title in order] == order
 
 
@@ -70,6 +71,19 @@ def test_page_has_every_outcome_with_its_reason(full_report: Path) -> None:
         assert html.escape(reason[:12].replace("`", "")) in text
     assert "40 trials, 27 complete." in text
     assert "38 of 40 trials ended." in text
+
+
+def test_table_of_trials_has_skipped_steps_and_parts_in_fp32(tmp_path: Path) -> None:
+    trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16", "fp16"])]
+    plain = without_plotly(write_report(record_of(trials[:2]), tmp_path))
+    assert "skipped steps" not in plain
+    trials[1].telemetry["fp32_parts"] = {"requested": ["heads"], "resolved": ["heads"]}
+    text = without_plotly(write_report(record_of(trials), tmp_path))
+    assert "<th>skipped steps</th>" in text
+    assert re.search(
+        r"<td>2</td><td>complete</td><td>fp16</td><td>fp16</td><td>[\d.]+</td><td>[\d.]+</td><td>3</td>", text
+    )
+    assert "<td>bf16</td><td>bf16, fp32 in heads</td>" in text
 
 
 def test_page_loads_nothing_from_outside(full_report: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.study_records import DEFINITION, fake_trial, record_of
 
-from hpo.report.charts import precision_metric
+from hpo.report.charts import slices
 from hpo.report.plan import costs_of
 from hpo.report.tables import StudyTables, precision_table
 from hpo.report.trial_precision import precision_facts, shared_formats, trial_formats
@@ -83,7 +83,7 @@ def test_each_combination_of_formats_has_its_own_row_and_group() -> None:
         == "4 complete trials, different in adapter, base_precision, optimizer_state"
     )
     assert costs["fp32"].measured_by == "1 complete trial"
-    (chart,) = precision_metric(StudyTables(record))
+    chart = next(slices(StudyTables(record)))
     assert "bf16<br>lora<br>int8<br>bf16 (n = 2)" in chart.figure.layout.xaxis.ticktext
 
 
