@@ -77,6 +77,8 @@ class TaskConfig(CheckedSection):
     """Segment with the span of span_extraction."""
     primary_metric: str | None = None
     """Metric for `score` and comparisons. Default: the first metric of the kind."""
+    target: Literal["standardize", "log1p"] = "standardize"
+    """What the head of a regression predicts: the standardised number, or that of log(1 + number)."""
 
     @property
     def has_classes(self) -> bool:
@@ -89,6 +91,8 @@ class TaskConfig(CheckedSection):
         kind = known_kind(self.kind)
         if kind.needed_key is not None and getattr(self, kind.needed_key) is None:
             yield Problem((kind.needed_key,), f"must be given for the kind {kind.name}.")
+        if self.target != "standardize" and not kind.is_number:
+            yield Problem(("target",), "must be `standardize` for a kind without numbers.")
         most, num_names = kind.max_span_names, len(self.span_names or ())
         if most is not None and num_names > most:
             message = f"must hold at most {most} for the kind {kind.name}, but got {num_names}."

@@ -64,6 +64,8 @@ class TaskFacts:
     labels: tuple[str, ...]
     is_inferred: bool = False
     """True if the classes come from the training rows, not from a declaration."""
+    metrics: tuple[str, ...] = ()
+    """The primary one first."""
     num_rows: dict[str, int] = field(default_factory=dict)
     """Number of rows of the sources with this task: all rows of a single source."""
     num_annotated: dict[str, int] = field(default_factory=dict)
@@ -103,7 +105,10 @@ class DataFacts:
 
 def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
-        TaskFacts(task.name, task.kind, task.labels, task.is_inferred, odd_spans=dataset.odd_spans(task.name))
+        TaskFacts(
+            *(task.name, task.kind, task.labels, task.is_inferred, task.metrics),
+            odd_spans=dataset.odd_spans(task.name),
+        )
         for task in dataset.tasks
     ]
     splits: dict[str, SplitFacts] = {}

@@ -164,7 +164,7 @@ def _joined(loaded: Mapping[str, DataSet]) -> DataSet:
     first: dict[str, str] = {}
     for source, data in loaded.items():
         for task in data.tasks:
-            unfitted = replace(task, target_mean=0.0, target_std=1.0)
+            unfitted = replace(task, target_mean=0.0, target_std=1.0, target_limit=0.0)
             if tasks.setdefault(task.name, unfitted) != unfitted:
                 raise DataError(
                     f"data.sources: the task `{task.name}` must be the same in `{first[task.name]}` and "

@@ -9,7 +9,7 @@ from hpo.config.data_config import TaskConfig, task_configs
 from hpo.config.study_file import Problem, one_of, problems_of, show
 from hpo.errors import DataError, did_you_mean
 from hpo.extensions import metrics_of
-from hpo.tasks.kind import KINDS, Task, is_error
+from hpo.tasks.kind import KINDS, SHARES, Task, is_error
 
 
 def parse_tasks(content: Any, where: str) -> tuple[Task, ...]:
@@ -45,12 +45,13 @@ def make_tasks(configs: Mapping[str, TaskConfig], where: str) -> tuple[Task, ...
             problems.append(Problem(at, message))
         labels = () if kind.is_number else labels
         evidence_for = config.evidence_for if kind.needed_key == "evidence_for" else None
-        overlap, segment = config.spans_may_overlap, config.inside_segment
+        given = evidence_for, config.spans_may_overlap, config.inside_segment
         primary = config.primary_metric
-        known = [metric for metric in (*kind.metrics, *metrics_of(config.kind)) if not is_error(metric)]
+        metrics = (*kind.metrics, *metrics_of(config.kind))
+        known = [metric for metric in metrics if metric in SHARES or not is_error(metric)]
         if primary is not None and primary not in known:
             problems.append(Problem((name, "primary_metric"), one_of(known, primary)))
-        tasks[name] = Task(name, config.kind, labels, evidence_for, overlap, segment, primary=primary)
+        tasks[name] = Task(name, config.kind, labels, *given, primary=primary, target=config.target)
     for task in tasks.values():
         if task.evidence_for is not None:
             problems += _evidence_problems(task, tasks)

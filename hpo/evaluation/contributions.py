@@ -5,8 +5,8 @@ metric of all rows but one (the jackknife: Efron & Tibshirani 1993, chapter 11).
 Pseudo-values of different rows are not independent, so the error rates of verdicts are measured
 (tests/benchmarks/verdict_errors.py). Rows of one group (`RowStatistics.group_E`) have one contribution.
 
-Scores are in points (hundredths). `mae` and `rmse` are in the units of the labels and change their sign, so
-that higher is better. Errors of a regression count as the range of the labels where they are larger.
+Scores are in points (hundredths). Errors are in units of their own and change their sign, so that higher is
+better: `mae` and `rmse` in those of the labels. They count as the range of the labels where they are larger.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,11 @@ from scipy.sparse import csr_array
 from hpo.evaluation.decision import Array, common_bound, excludable_loss
 from hpo.tasks.example import Example
 from hpo.tasks.kind import Task, is_error, kind_of
-from hpo.training.metrics import RowStatistics, primary_mean, row_statistics
+from hpo.training.metrics import RowStatistics, counted, primary_mean, right_statistics
 
 Statistics = Mapping[str, RowStatistics]
 """Statistics of one run on one split, by task."""
+_UNITS = {"log_loss": "nats", "calibration_error": "shares"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +51,8 @@ class Scored:
 
 
 def unit_of(metric: str) -> str:
-    """Return the unit of differences in a metric: `points` (hundredths) or `label units`."""
-    return "label units" if is_error(metric) else "points"
+    """Return the unit of differences in a metric: `points` (hundredths), or that of an error."""
+    return _UNITS.get(metric.rpartition("/")[2], "label units") if is_error(metric) else "points"
 
 
 def metrics_by_task(statistics: Statistics, metric: str) -> dict[str, str]:
@@ -67,16 +68,7 @@ def perfect_statistics(
 
     `groups` has the number of each row's group; None: each row counts as independent.
     """
-    kinds = {task.name: kind_of(task) for task in tasks}
-    return {
-        task.name: row_statistics(
-            task,
-            [kinds[task.name].truth(one) if task.name in one.annotated else None for one in examples],
-            examples,
-            groups,
-        )
-        for task in tasks
-    }
+    return {task.name: right_statistics(task, examples, groups) for task in tasks}
 
 
 def scored(statistics: Statistics, metric: str) -> Scored | None:
@@ -101,7 +93,7 @@ def scored(statistics: Statistics, metric: str) -> Scored | None:
         deviations_G += share * np.bincount(group_N, deviations_N, num_groups)
         changes_G = group_changes(of, names[task], group_N)
         bounds_G[: len(changes_G)] += abs(share) * changes_G
-    value = factor * float(np.mean([_counted(value, metric) for value in values.values()]))
+    value = factor * float(np.mean([_counted(value, names[task], metric) for task, value in values.items()]))
     return Scored(value, num_rows, value + deviations_G - deviations_G.mean(), bounds_G)
 
 
@@ -126,15 +118,15 @@ def _bounded(of: RowStatistics) -> RowStatistics:
     return replace(of, values_N=kind_of(of.task).bounded(of.values_N))
 
 
-def _counted(value: Any, metric: str) -> Any:
-    """Raise an r2 below 0 to 0 in `score` (`primary_mean`)."""
-    return value if "/" in metric else np.maximum(value, 0)
+def _counted(value: Any, name: str, metric: str) -> Any:
+    """Return the part of a task's metric `name` in `score` (`primary_mean`), or its value."""
+    return value if "/" in metric else counted(name, value)
 
 
 def _deviations(of: RowStatistics, name: str, value: Any, metric: str) -> Array:
     """Pseudo-value of each row less the metric, [N]; 0 where the metric of the others is undefined."""
-    without_N = _counted(of.scores_without_each()[name], metric)
-    deviations_N = (of.num_rows - 1) * (_counted(value, metric) - without_N)
+    without_N = _counted(of.scores_without_each(name), name, metric)
+    deviations_N = (of.num_rows - 1) * (_counted(value, name, metric) - without_N)
     return np.asarray(np.where(np.isfinite(deviations_N), deviations_N, 0.0))
 
 

@@ -62,10 +62,11 @@ class SplitPredictions:
 
     @cached_property
     def statistics(self) -> Mapping[str, RowStatistics]:
-        groups = groups_of(self.examples)
+        groups, likely = groups_of(self.examples), self.probabilities
         return {
-            task.name: row_statistics(task, self.predictions[task.name], self.examples, groups)
+            name: row_statistics(task, self.predictions[name], self.examples, groups, likely.get(name))
             for task in self.tasks
+            for name in [task.name]
         }
 
     def metrics(self) -> dict[str, dict[str, float]]:

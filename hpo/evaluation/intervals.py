@@ -34,7 +34,7 @@ from hpo.evaluation.decision import common_bound, excludable_loss
 from hpo.evaluation.record import Interval
 from hpo.tasks.kind import is_error, kind_of
 from hpo.tasks.sums import macro_f1_change
-from hpo.training.metrics import RowStatistics, primary_mean
+from hpo.training.metrics import RowStatistics, counted, primary_mean
 
 NUM_RESAMPLES = 1000
 LEVEL = 0.95
@@ -67,7 +67,7 @@ def metric_intervals(
     score = None
     if (mean := primary_mean(tasks, values)) is not None:
         primary = [
-            (of, metric, max(values[name][metric], 0.0))
+            (of, metric, float(counted(metric, values[name][metric])))
             for name, of in statistics.items()
             for metric in [of.task.primary_metric]
         ]

@@ -6,13 +6,15 @@ from dataclasses import replace
 from types import NoneType
 from typing import Any
 
+import numpy as np
+
 from hpo.config.study_file import one_of, show
 from hpo.data.tasks import make_tasks, read_task_configs
 from hpo.errors import InputError
 from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
 from hpo.tasks.example import Example
-from hpo.tasks.kind import KINDS, Kind, Task, class_name, kind_of
+from hpo.tasks.kind import KINDS, Kind, Likely, Task, class_name, kind_of
 from hpo.training.metrics import row_statistics
 
 
@@ -27,6 +29,7 @@ _SPACES = _Spaces()
 Run = Sequence[Any] | None
 """A prediction for each row. None: the run has none, for example because it ended in NaN."""
 _NAME = "predictions"
+_ROUNDING = 1e-3
 _TEXTLESS_METRICS = ("span_f1", "f1_macro")
 """Metrics of spans that need no text."""
 
@@ -51,7 +54,9 @@ def compare_predictions(
         truths: one entry per row, like a row's labels: a class, a list of classes, or a number. For a kind
             of spans: `{name: [[start, end], ...]}`. None: the row is not labelled.
         reference: runs of the reference. A run is a list of predictions in the form of the truths, or None
-            if it has no predictions. A run with an undefined metric, for example from NaN, has no score.
+            if it has no predictions. With classes a prediction may be their probabilities: `{class: p}`, or
+            a list of floats in the order of `classes`. Metrics such as `roc_auc_macro` need them. A run with
+            an undefined metric, for example from NaN, has no score.
         other: runs of the other model. Runs pair by position, as by seed.
         margin: losses below this do not count. In points (hundredths), for `mae` and `rmse` in the units of
             the labels.
@@ -110,6 +115,7 @@ def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
     try:
         config = read_task_configs({_NAME: dict(given)}, "task")[_NAME]
         kind = KINDS[config.kind]
+        is_inferred = config.classes is None
         if kind.has_classes and config.classes is None:
             values = [value for value in truths if value is not None]
             classes = {class_name(one) for value in values for one in (value if kind.is_list else [value])}
@@ -120,7 +126,7 @@ def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
         if config.evidence_for:  # the name of another task
             task = Task(_NAME, config.kind, config.span_names or config.classes or ())
         else:
-            task = make_tasks({_NAME: plain}, "task")[0]
+            task = replace(make_tasks({_NAME: plain}, "task")[0], is_inferred=is_inferred)
     except (InputError, TypeError) as error:
         raise InputError(str(error)) from None
     known = [name for name in task.metrics if not kind.in_spans or name in _TEXTLESS_METRICS]
@@ -182,13 +188,36 @@ def _statistics(
     run = _plain(where, run)
     if len(run) != len(examples):
         raise InputError(f"{where}: must have {len(examples)} predictions, one per row, but got {len(run)}.")
+    p_EC = _probabilities(kind, run, where)
+    if p_EC is None and kind.task.primary_metric in kind.of_probabilities:
+        raise InputError(f"{where}: {kind.task.primary_metric} needs probabilities of the classes.")
+    if p_EC is not None:
+        names, best_E = np.array(kind.task.labels, object), np.nan_to_num(p_EC).argmax(axis=1)
+        run = [[*names[p_C > 0.5]] for p_C in p_EC] if kind.is_list else [*names[best_E]]
     is_class = kind.has_classes and not kind.is_list
     if not (is_class and set(map(type, run)) == {str} and set(run) <= {*kind.task.labels}):  # the fast case
         run = [
             _prediction(kind, value, f"{where}[{row}]") if example.annotated else value
             for row, (value, example) in enumerate(zip(run, examples, strict=True))
         ]
-    return {_NAME: row_statistics(kind.task, run, examples, groups)}
+    return {_NAME: row_statistics(kind.task, run, examples, groups, p_EC)}
+
+
+def _probabilities(kind: Kind, run: Sequence[Any], where: str) -> Likely:
+    """The probabilities of a run in the order of the classes, [E, C]; None: it has other predictions."""
+    labels = kind.task.labels
+    rows = [[one.get(label, -1.0) for label in labels] if isinstance(one, Mapping) else one for one in run]
+    are_floats = [isinstance(row, list | tuple) and {*map(type, row)} == {float} for row in rows]
+    if not kind.has_classes or not any(are_floats):
+        return None
+    p_EC = np.zeros((len(rows), len(labels)))
+    for row in (row for row, given in enumerate(run) if given is not None):
+        p_EC[row] = rows[row] if are_floats[row] and len(rows[row]) == len(labels) else -1.0
+        is_whole = kind.is_list or not abs(p_EC[row].sum() - 1) > _ROUNDING  # NaN: no score
+        if not is_whole or (p_EC[row] < 0).any() or (p_EC[row] > 1).any():
+            form = f"from 0 to 1 for each of {len(labels)} classes{'' if kind.is_list else ', 1 in all'}"
+            raise InputError(f"{where}[{row}]: must have a probability {form}, but got {show(run[row])}.")
+    return p_EC
 
 
 def _prediction(kind: Kind, value: Any, where: str) -> Any:

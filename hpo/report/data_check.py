@@ -46,6 +46,8 @@ class DataCheck:
         yield "rows of each source", self._sources()
         yield "texts in two splits", self._leaks()
         yield "labels", self._tasks()
+        for task in self.facts.tasks:
+            yield f"Metrics of {task.name}: {', '.join(task.metrics).replace(',', ' (primary),', 1)}."
         yield from (
             (task.name, class_table(task)) for task in self.facts.tasks if len(task.labels) <= MAX_CLASSES
         )

@@ -15,7 +15,7 @@ The package has six kinds, and `KINDS` maps their names to them. The layout of t
 import math
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from inspect import signature
@@ -48,6 +48,11 @@ Span = tuple[str, int, int]
 """Name, first character and end of a span; the end is one past its last character."""
 
 IGNORE_INDEX = -100
+SHARES: Mapping[str, Callable[[Any], Any]] = {
+    "log_loss": lambda value: np.exp(-value),
+    "calibration_error": lambda value: 1 - value,
+}
+"""Errors as shares from 0 to 1 in `score`. The first is the geometric mean probability of the truth."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class Task:
 
     `labels` are the classes, or the span names for the kinds with spans; empty for regression. `target_mean`
     and `target_std` describe the train split; a regression head predicts
-    `(target - target_mean) / target_std`, so its loss has the size of the others.
+    `(target - target_mean) / target_std`, so its loss has the size of the others. With `target` log1p this
+    holds for log(1 + target), and `target_limit` is the largest predicted logarithm.
     """
 
     name: str
@@ -71,6 +77,8 @@ class Task:
     """The primary metric, if it is not the first."""
     is_inferred: bool = field(default=False, repr=False, compare=False)
     """True if the classes come from the training rows, not from a declaration."""
+    target: str = field(default="standardize", repr=False)  # mean and std are in the fingerprint
+    target_limit: float = field(default=0.0, repr=False)
 
     @property
     def level(self) -> str:
@@ -83,7 +91,9 @@ class Task:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics in `hpo.training.metrics.score`, the primary one first."""
-        names = dict.fromkeys([self.primary, *KINDS[self.kind].metrics, *metrics_of(self.kind)])
+        # Classes from the rows have no order.
+        known = [one for one in KINDS[self.kind].metrics if one != "quadratic_kappa" or not self.is_inferred]
+        names = dict.fromkeys([self.primary, *known, *metrics_of(self.kind)])
         return tuple(name for name in names if name is not None)
 
     @property
@@ -123,7 +133,9 @@ class Kind(ABC):
     proportions: ClassVar[tuple[str, ...]] = ()
     """Metrics that are a share of right rows."""
     errors: ClassVar[tuple[str, ...]] = ()
-    """Metrics in the units of the labels; less is better."""
+    """Metrics of which less is better: in the units of the labels, or those of `SHARES`."""
+    of_probabilities: ClassVar[tuple[str, ...]] = ()
+    """Metrics that need the probabilities of classes."""
     options: ClassVar[type[Section]] = Section
     """Settings of its own, `<name>.<option>`: `options.of(name)` in `loss_sum`."""
 
@@ -134,7 +146,7 @@ class Kind(ABC):
         """Reset the bounds and constants of the parent in a kind with its own scores."""
         super().__init_subclass__()
         if "scores" in vars(cls):
-            for name in ("proportions", "bounded", "row_bound", "constant_rows"):
+            for name in ("proportions", "bounded", "row_bound", "constant_rows", "rank_scores"):
                 if name not in vars(cls):
                     setattr(cls, name, vars(Kind)[name])
 
@@ -246,17 +258,31 @@ class Kind(ABC):
         has any; the second has all other values by name, [N].
         """
 
+    def certain(self, predicted: Sequence[Any]) -> Likely:
+        """Return the probabilities [E, C] of predictions that are certain; None stands for no prediction."""
+        return None
+
+    def score_values(self, p_NC: Likely, counts_NC: Mapping[str, Any]) -> dict[str, FloatArray]:
+        """Return more values of rows, from the probabilities of classes: [N] or [N, K]. Sums over rows are
+        taken of each column."""
+        return {}
+
     @abstractmethod
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
         """Return the metrics of sums over `rows_B` rows, NaN or infinite if undefined. `whole` has the counts
         of the whole split by class."""
 
+    def rank_scores(self, weights_BN: FloatArray, counts_NC: Mapping[str, Any], values_N: ByName) -> Scores:
+        """Return the metrics [B] that are no function of sums, if the rows have these weights."""
+        return {}
+
     def whole_scores(self, num_rows: int, counts_NC: Mapping[str, Any], values_N: ByName) -> dict[str, float]:
         """Return the defined metrics of all rows."""
         whole = {name: np.asarray(rows.sum(axis=0)) for name, rows in counts_NC.items()}
-        sums = {name: rows.sum(keepdims=True) for name, rows in values_N.items()}
+        sums = {name: rows.sum(axis=0, keepdims=True) for name, rows in values_N.items()}
         counts = {name: count_C[None] for name, count_C in whole.items()}
         values = self.scores(np.array([float(num_rows)]), counts, sums, tuple(whole.values()))
+        values |= self.rank_scores(np.ones((1, num_rows)), counts_NC, values_N)
         return {name: float(value_B[0]) for name, value_B in values.items() if np.isfinite(value_B[0])}
 
     # Its verdicts

@@ -16,6 +16,7 @@ from hpo.errors import did_you_mean, shorten
 from hpo.tasks.example import Example, Label
 from hpo.tasks.kind import (
     IGNORE_INDEX,
+    SHARES,
     ByName,
     Counts,
     FloatArray,
@@ -31,14 +32,18 @@ from hpo.tasks.kind import (
 from hpo.tasks.losses import Binary, Multiclass
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.sums import (
+    calibration_gaps,
     counted,
+    curve_areas,
     f1_macro,
     f1_micro,
     log_softmax,
     macro_f1_bound,
+    matthews,
     max_of_windows,
     mean_of_windows,
     micro_f1_bound,
+    quadratic_kappa,
     sigmoid,
 )
 from hpo.tasks.tokenized_split import AnyArray, BoolArray, TokenizedSplit
@@ -50,14 +55,18 @@ _WHOLE = re.compile(r"(-?\d+)\.0+")
 """A whole number from pandas, in a csv column with an empty cell."""
 _LIST = re.compile(r"""\[\s*([\["'{].*|-?\d.*)?\]""", re.DOTALL)
 """A list of JSON, pandas or NumPy. Its first item begins with a quote, a bracket or a digit."""
-_LEAST_PROBABILITY = 1e-15
-"""Probabilities in losses lie between this and 1 minus this."""
+_LEAST_PROBABILITY = float(np.finfo(np.float64).eps)
+"""Probabilities in losses lie between this and 1 minus this, as in scikit-learn."""
+_AREAS = ("roc_auc_macro", "roc_auc_micro", "average_precision_macro", "average_precision_micro")
+_LIKELY = (*_AREAS, *SHARES)
 _AT_ONCE = 2**20
 """Number of probabilities in one step of `row_losses`, for the memory."""
 
 
 class _Labels(Kind):
     has_classes = True
+    errors = tuple(SHARES)
+    of_probabilities = _LIKELY
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -102,16 +111,66 @@ class _Labels(Kind):
 
     def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
         truth = [self.label_names(example) for example in examples]
-        return _compared(*(self._counts(labels) for labels in (truth, map(self._listed, predicted))))
+        return self._compared(*(self._counts(labels) for labels in (truth, map(self._listed, predicted))))
+
+    def _compared(self, true_NC: Any, predicted_NC: Any) -> RowValues:
+        """Return the row values of true and predicted classes, sparse: [N, C] each."""
+        hits_NC = true_NC.multiply(predicted_NC).tocsr()
+        is_right_N = 2 * hits_NC.sum(axis=1) == true_NC.sum(axis=1) + predicted_NC.sum(axis=1)
+        counts_NC = {"hits": hits_NC, "true": true_NC, "predicted": predicted_NC}
+        values_N = {"right": is_right_N.astype(np.float64)}
+        if not self.is_list and not self.task.is_inferred:
+            values_N["places"] = (true_NC.indices - predicted_NC.indices) ** 2.0
+        return counts_NC, values_N
+
+    def certain(self, predicted: Sequence[Any]) -> Likely:
+        lists = [[] if one is None else self._listed(one) for one in predicted]
+        return indicators(self.task, lists).astype(np.float64)
+
+    def score_values(self, p_NC: Likely, counts_NC: Mapping[str, Any]) -> dict[str, FloatArray]:
+        if p_NC is None or not np.isfinite(p_NC).all():
+            return {}
+        true_NC, most_N1 = counts_NC["true"].toarray() > 0, p_NC.max(axis=1, keepdims=True)
+        right_NC = true_NC if self.is_list else counts_NC["hits"].sum(axis=1)[:, None]
+        kept_NC = np.clip(p_NC, _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
+        loss_NC = -np.log(np.where(true_NC, kept_NC, 1 - kept_NC))
+        loss_N = loss_NC.mean(axis=1) if self.is_list else loss_NC[true_NC]
+        gaps = calibration_gaps(p_NC if self.is_list else most_N1, right_NC)
+        return {"probability": p_NC, "log_loss": loss_N, "calibration": gaps}
 
     def _counts(self, rows: Iterable[Sequence[str]]) -> Any:
         return counted([[self._index[label] for label in labels] for labels in rows], len(self._index))
 
     def scores(self, rows_B: FloatArray, counts_BC: ByName, sums_B: ByName, whole: Counts) -> Scores:
         counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]
-        right_B = sums_B["right"] / np.maximum(rows_B, 1)
-        values = f1_macro(whole, *counts), np.atleast_1d(f1_micro(*counts)), right_B
-        return dict(zip(self.metrics, values, strict=True))
+        rows_B = np.maximum(rows_B, 1)
+        first = f1_macro(whole, *counts), np.atleast_1d(f1_micro(*counts)), sums_B["right"] / rows_B
+        values = dict(zip(self.metrics, first, strict=False))
+        if not self.is_list:
+            values["matthews_corrcoef"] = matthews(*counts)
+        if "places" in sums_B:
+            values["quadratic_kappa"] = quadratic_kappa(sums_B["places"], *counts[1:])
+        if "log_loss" in sums_B:
+            values["log_loss"] = sums_B["log_loss"] / rows_B
+            values["calibration_error"] = np.abs(sums_B["calibration"]).sum(axis=1) / rows_B
+        return values
+
+    def rank_scores(self, weights_BN: FloatArray, counts_NC: Mapping[str, Any], values_N: ByName) -> Scores:
+        """Return the means over the classes with a value, and the values of all pairs of a row and a class.
+
+        A class without a value in a weighting keeps that of all rows.
+        """
+        if "probability" not in values_N:
+            return {}
+        p_NC, true_NC = values_N["probability"], counts_NC["true"].toarray()
+        rows, weights_BN = np.arange(len(p_NC)), np.vstack([np.ones(len(p_NC)), weights_BN])
+        columns = zip(p_NC.T, true_NC.T, strict=True)
+        areas_C2B = np.array([curve_areas(p_N, true_N, rows, weights_BN) for p_N, true_N in columns])
+        areas_C2B = np.where(np.isnan(areas_C2B), areas_C2B[:, :, :1], areas_C2B)
+        macro_2B = np.ma.masked_invalid(areas_C2B).mean(axis=0).filled(np.nan)
+        micro_2B = curve_areas(p_NC.ravel(), true_NC.ravel(), np.repeat(rows, p_NC.shape[1]), weights_BN)
+        values = np.stack([macro_2B, micro_2B], axis=1).reshape(4, -1)
+        return {name: value_B[1:] for name, value_B in zip(_AREAS, values, strict=True)}
 
     def row_bound(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> float | FloatArray:
         if metric == "f1_macro":
@@ -121,12 +180,17 @@ class _Labels(Kind):
         return super().row_bound(metric, counts_NC, values_N)
 
     def constant_rows(self, metric: str, counts_NC: Mapping[str, Any], values_N: ByName) -> RowValues | None:
-        """Predict the most frequent class in every row. A list gets the best classes for the metric: all for
-        `f1_macro`, the most frequent ones for `f1_micro`, else the most frequent list."""
+        """Predict the most frequent class in every row, with the frequencies of classes as probabilities. A
+        list gets the best classes for the metric: all for `f1_macro`, the most frequent ones for `f1_micro`,
+        else the most frequent list."""
         true = counts_NC["true"]
         num_rows, num_classes = true.shape
         columns = self._constant(metric, true)
-        return _compared(true, counted([columns] * num_rows, num_classes))
+        counts, values = self._compared(true, counted([columns] * num_rows, num_classes))
+        if "probability" in values_N:
+            shares_C = np.asarray(true.sum(axis=0)) / num_rows
+            values |= self.score_values(np.tile(shares_C, (num_rows, 1)), counts)
+        return counts, values
 
     def _constant(self, metric: str, true_NC: Any) -> list[int]:
         """Return the columns of the best constant prediction."""
@@ -163,19 +227,11 @@ def _number_alike(name: str) -> str:
     return whole[1] if whole else name
 
 
-def _compared(true_NC: Any, predicted_NC: Any) -> RowValues:
-    """Return the row values of true and predicted classes, sparse: [N, C] each."""
-    hits_NC = true_NC.multiply(predicted_NC).tocsr()
-    is_right_N = 2 * hits_NC.sum(axis=1) == true_NC.sum(axis=1) + predicted_NC.sum(axis=1)
-    counts_NC = {"hits": hits_NC, "true": true_NC, "predicted": predicted_NC}
-    return counts_NC, {"right": is_right_N.astype(np.float64)}
-
-
 class SingleLabel(_Labels, Multiclass):
     """One class of a row."""
 
     name = "single_label"
-    metrics = ("f1_macro", "f1_micro", "accuracy")
+    metrics = ("f1_macro", "f1_micro", "accuracy", "matthews_corrcoef", "quadratic_kappa", *_LIKELY)
     proportions = ("f1_micro", "accuracy")
     min_labels = 2
 
@@ -206,7 +262,7 @@ class MultiLabel(_Labels, Binary):
     """Any number of classes of a row, also none."""
 
     name = "multi_label"
-    metrics = ("f1_macro", "f1_micro", "exact_match")
+    metrics = ("f1_macro", "f1_micro", "exact_match", *_LIKELY)
     proportions = ("exact_match",)
     is_list = True
     min_labels = 1

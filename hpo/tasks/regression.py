@@ -21,20 +21,18 @@ from hpo.errors import DataError, shorten
 from hpo.tasks.example import Example, Label
 from hpo.tasks.kind import ByName, Counts, FloatArray, Kind, Likely, Predicted, RowValues, Scores, Task
 from hpo.tasks.options import DecodingThresholds, LossOptions
-from hpo.tasks.sums import mean_of_windows
+from hpo.tasks.sums import ROUNDING, correlation, mean_of_windows
 from hpo.tasks.tokenized_split import AnyArray, BoolArray, TokenizedSplit
 
 _LARGEST = 1e150
 """The largest magnitude of a target; its inverse is the smallest spread."""
-_ROUNDING = 1e-12
-"""Largest ratio of variance to sum of squares for equal values, due to rounding."""
 
 
 class Regression(Kind):
     """A number in the units of the labels."""
 
     name = "regression"
-    metrics = ("r2", "mae", "rmse")
+    metrics = ("r2", "mae", "rmse", "pearson", "spearman")
     losses = ("mse", "huber")
     is_number = True
     target_type = "float64"
@@ -60,20 +58,33 @@ class Regression(Kind):
         if abs(value) > _LARGEST:
             got = shorten(repr(value), 60)
             raise ValueError(f" must be at most {_LARGEST:g} in magnitude, but got {got}. Scale it")
+        if self._is_log and value <= -1:
+            raise ValueError(f" must be above -1 for `target: log1p`, but got {value!r}. Use `standardize`")
         return float(value)
 
+    @property
+    def _is_log(self) -> bool:
+        return self.task.target == "log1p"
+
     def fitted(self, train: Sequence[Example]) -> Task:
-        """Return the task with mean and standard deviation of the training targets; 1 for equal targets."""
+        """Return the task with mean and standard deviation of the training targets; 1 for equal targets.
+
+        With `log1p` no prediction exceeds the largest training target by more than one standard deviation of
+        the logarithms: beyond, a small error of the model would become a huge number.
+        """
         name = self.task.name
         values = np.array([row.labels[name] for row in train if name in row.labels], dtype=np.float64)
+        values = np.log1p(values) if self._is_log else values
+        mean, std = float(values.mean()), float(values.std())
         if values.min() == values.max():
-            return replace(self.task, target_mean=float(values[0]), target_std=1.0)
-        if (std := float(values.std())) < 1 / _LARGEST:
+            mean, std = float(values[0]), 1.0
+        elif std < 1 / _LARGEST:
             raise DataError(
                 f"task `{name}` must have a standard deviation of at least {1 / _LARGEST:g} in training, but "
                 f"got {std:g}. Scale its numbers."
             )
-        return replace(self.task, target_mean=float(values.mean()), target_std=std)
+        limit = float(values.max()) + std if self._is_log else 0.0
+        return replace(self.task, target_mean=mean, target_std=std, target_limit=limit)
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
         values: list[Any] = [example.labels.get(self.task.name, np.nan) for example in examples]
@@ -86,9 +97,10 @@ class Regression(Kind):
         self, logits: Tensor, target: Tensor, options: LossOptions, weight: Tensor | None, mask_BL: Tensor
     ) -> Tensor:
         """Return the squared error, or the Huber loss with delta 1, in units of the train split's standard
-        deviation."""
+        deviation, with `log1p` that of the logarithms."""
         labelled_B = self.labelled(target)
         mean, std = self.task.target_mean, self.task.target_std or 1.0
+        target = target.log1p() if self._is_log else target
         target_B = ((torch.where(labelled_B, target, mean).double() - mean) / std).float()
         output_B = torch.where(labelled_B, logits.squeeze(-1), 0.0)
         function = F.huber_loss if options.loss == "huber" else F.mse_loss
@@ -99,20 +111,26 @@ class Regression(Kind):
     ) -> list[Any]:
         output_E = mean_of_windows(logits, split)[:, 0]
         mean, std = self.task.target_mean, self.task.target_std or 1.0
-        return [float(y) for y in output_E * std + mean]
+        value_E = output_E * std + mean
+        if self._is_log:
+            value_E = np.expm1(np.minimum(value_E, self.task.target_limit))
+        return [float(y) for y in value_E]
 
     def row_values(self, predicted: Sequence[Any], examples: Sequence[Example]) -> RowValues:
         """Centre the targets, so rounding in the sum of squares does not hide their variance."""
         truth_N = np.array([example.labels[self.task.name] for example in examples], np.float64)
         predicted_N = np.array(predicted, np.float64)
         # The square of a larger prediction is infinite: the metric is undefined.
-        error_N = np.where(np.abs(predicted_N) < _LARGEST, predicted_N, np.nan) - truth_N
+        given_N = np.where(np.abs(predicted_N) < _LARGEST, predicted_N, np.nan)
+        error_N = given_N - truth_N
         target_N = truth_N - (truth_N.mean() if len(truth_N) else 0.0)
         values = {
             "absolute": np.abs(error_N),
             "squared": error_N**2,
             "target": target_N,
             "target_squared": target_N**2,
+            "truth": truth_N,
+            "output": given_N,
         }
         return {}, values
 
@@ -120,7 +138,7 @@ class Regression(Kind):
         rows_B = np.maximum(rows_B, 1)
         residual_B, squares_B = sums_B["squared"], sums_B["target_squared"]
         total_B = squares_B - sums_B["target"] ** 2 / rows_B
-        is_constant_B = total_B <= _ROUNDING * squares_B
+        is_constant_B = total_B <= ROUNDING * squares_B
         ratio_B = residual_B / np.where(is_constant_B, 1, total_B)
         constant_B = np.where(np.isfinite(residual_B), residual_B == 0, np.nan)
         return {
@@ -128,6 +146,12 @@ class Regression(Kind):
             "rmse": np.sqrt(residual_B / rows_B),
             "r2": np.where(rows_B > 1, np.where(is_constant_B, constant_B, 1 - ratio_B), np.nan),
         }
+
+    def rank_scores(self, weights_BN: FloatArray, counts_NC: Mapping[str, Any], values_N: ByName) -> Scores:
+        if "truth" not in values_N:
+            return {}
+        given = values_N["truth"], values_N["output"], weights_BN
+        return {"pearson": correlation(*given), "spearman": correlation(*given, of_ranks=True)}
 
     def bounded(self, values_N: ByName) -> Mapping[str, FloatArray]:
         """Clip errors to the range of the labels."""
@@ -153,7 +177,8 @@ class Regression(Kind):
         """Predict the median of the labels for `mae`, else their mean."""
         target_N = values_N["target"]
         error_N = target_N - (np.median(target_N) if metric == "mae" else target_N.mean())
-        return {}, {**values_N, "absolute": np.abs(error_N), "squared": error_N**2}
+        error = {"absolute": np.abs(error_N), "squared": error_N**2, "output": 0 * target_N}
+        return {}, {**values_N, **error}
 
     def row_losses(self, predicted: Sequence[Any], examples: Sequence[Example], p_NC: Likely) -> FloatArray:
         truth: list[Any] = [example.labels[self.task.name] for example in examples]

@@ -16,6 +16,11 @@ from hpo.tasks.tokenized_split import TokenizedSplit
 
 UNSEEN_ROWS = -math.log(0.025)
 """A sample lacks a kind of row with a probability of 2.5 % if it is expected to have this many of it."""
+NUM_BINS = 15
+"""Bins of confidence in the calibration error."""
+ROUNDING = 1e-12
+"""Largest ratio of variance to sum of squares for equal values, due to rounding."""
+_AT_ONCE = 2**21
 
 
 def mean_of_windows(values_WC: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
@@ -39,6 +44,93 @@ def sigmoid(logits: FloatArray) -> NDArray[np.float64]:
 def log_softmax(logits: FloatArray) -> NDArray[np.float64]:
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def calibration_gaps(p_NK: FloatArray, right_NK: NDArray[Any]) -> FloatArray:
+    """Return the mean over K of confidence less right (0 or 1) by bin of confidence: [N, NUM_BINS].
+
+    The bins are (low, high] of equal width, as in Guo et al. 2017 (arXiv:1706.04599).
+    """
+    bins_NK = np.searchsorted(np.linspace(0, 1, NUM_BINS + 1)[1:-1], p_NK)
+    gaps = np.zeros((len(p_NK), NUM_BINS))
+    np.add.at(gaps, (np.arange(len(p_NK))[:, None], bins_NK), (p_NK - right_NK) / p_NK.shape[1])
+    return gaps
+
+
+def ratio(above: FloatArray, below: FloatArray) -> FloatArray:
+    """Return the quotient, NaN where the divisor is not above 0."""
+    return np.asarray(np.divide(above, below, out=np.full(np.shape(below), np.nan), where=below > 0))
+
+
+def matthews(hits_BC: FloatArray, true_BC: FloatArray, predicted_BC: FloatArray) -> FloatArray:
+    """Return Matthews' correlation of one class a row: [B]. NaN: the truth is constant.
+
+    It is 0 for constant predictions, as in scikit-learn.
+    """
+    rows_B = true_BC.sum(axis=1)
+    product_B = hits_BC.sum(axis=1) * rows_B - (true_BC * predicted_BC).sum(axis=1)
+    true_B, predicted_B = (rows_B**2 - (one**2).sum(axis=1) for one in (true_BC, predicted_BC))
+    return ratio(product_B, np.sqrt(true_B) * np.sqrt(np.where(predicted_B > 0, predicted_B, 1)))
+
+
+def quadratic_kappa(squares_B: FloatArray, true_BC: FloatArray, predicted_BC: FloatArray) -> FloatArray:
+    """Return Cohen's kappa from sums of squared differences of places: [B]. NaN: the truth is constant."""
+    place_C = np.arange(true_BC.shape[1])
+    cross_B = ratio((true_BC @ place_C) * (predicted_BC @ place_C), true_BC.sum(axis=1))
+    expected_B = (true_BC + predicted_BC) @ place_C**2 - 2 * cross_B
+    return 1 - ratio(squares_B, np.where((true_BC > 0).sum(axis=1) > 1, expected_B, 0))
+
+
+def curve_areas(
+    scores_M: FloatArray, is_true_M: FloatArray, rows_M: NDArray[np.intp], weights_BN: FloatArray
+) -> FloatArray:
+    """Return ROC-AUC and average precision of M pairs of a score and a truth, with the weights of their
+    rows: [2, B]. NaN: undefined."""
+    order = np.argsort(-scores_M, kind="stable")
+    ends = np.flatnonzero(np.diff(scores_M[order], append=np.nan) != 0)  # equal scores are one threshold
+    areas = []
+    for part in _parts(weights_BN, len(rows_M)):
+        weights = part[:, rows_M[order]]
+        hits = np.cumsum(weights * is_true_M[order], axis=1)[:, ends]
+        found = np.cumsum(weights, axis=1)[:, ends]
+        new_hits, new_false = np.diff(hits, prepend=0.0), np.diff(found - hits, prepend=0.0)
+        area_B = (new_false * (hits - new_hits / 2)).sum(axis=1)
+        precision_B = (new_hits * hits / np.maximum(found, np.finfo(float).tiny)).sum(axis=1)
+        true_B, false_B = hits[:, -1], (found - hits)[:, -1]
+        areas.append([ratio(area_B, true_B * false_B), ratio(precision_B, true_B)])
+    return np.concatenate(areas, axis=1)
+
+
+def correlation(
+    x_N: FloatArray, y_N: FloatArray, weights_BN: FloatArray, *, of_ranks: bool = False
+) -> FloatArray:
+    """Return Pearson's correlation, or Spearman's of the ranks: [B]. NaN: one side is constant."""
+    values = []
+    for part in _parts(weights_BN, len(x_N)):
+        rows_B1 = np.maximum(part.sum(axis=1, keepdims=True), 1)
+        sides, sizes = [], []
+        for one_N in (x_N, y_N):
+            one = _ranks(one_N, part) if of_ranks else one_N - one_N.mean()
+            square_B = (part * one**2).sum(axis=1)
+            sides.append(one - (part * one).sum(axis=1, keepdims=True) / rows_B1)
+            size_B = (part * sides[-1] ** 2).sum(axis=1)
+            sizes.append(np.sqrt(np.where(size_B > ROUNDING * square_B, size_B, 0)))
+        values.append(np.clip(ratio((part * sides[0] * sides[1]).sum(axis=1), sizes[0] * sizes[1]), -1, 1))
+    return np.concatenate(values)
+
+
+def _ranks(values_N: FloatArray, weights_BN: FloatArray) -> FloatArray:
+    order = np.argsort(values_N, kind="stable")
+    is_new = np.diff(values_N[order], prepend=np.nan) != 0
+    sizes = np.add.reduceat(weights_BN[:, order], np.flatnonzero(is_new), axis=1)
+    ranks_BN = np.empty(weights_BN.shape)
+    ranks_BN[:, order] = (sizes.cumsum(axis=1) - sizes / 2)[:, is_new.cumsum() - 1]
+    return ranks_BN + 0 * values_N  # NaN stays unknown
+
+
+def _parts(weights_BN: FloatArray, num: int) -> list[FloatArray]:
+    """Split weightings of `num` numbers each into parts of at most about `_AT_ONCE`."""
+    return np.array_split(weights_BN, 1 + len(weights_BN) * num // _AT_ONCE)
 
 
 def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> Any:

@@ -127,6 +127,7 @@ class Evaluation:
 def scores_by_source(
     tasks: Sequence[Task],
     predictions: Mapping[str, Sequence[Any]],
+    probabilities: Mapping[str, NDArray[np.float64]],
     examples: Sequence[Example],
     num_rows: Mapping[str, int],
 ) -> dict[str, dict[str, dict[str, float]]]:
@@ -137,7 +138,9 @@ def scores_by_source(
     for task in tasks:
         sources = [name for name in rows if any(task.name in row.annotated for row in examples[rows[name]])]
         for name in sources if len(sources) > 1 else ():
-            scores[name][task.name] = score(task, predictions[task.name][rows[name]], examples[rows[name]])
+            part, p_EC = rows[name], probabilities.get(task.name)
+            p_EC = p_EC if p_EC is None else p_EC[part]
+            scores[name][task.name] = score(task, predictions[task.name][part], examples[part], p_EC)
     return {name: by_task for name, by_task in scores.items() if by_task}
 
 

@@ -43,7 +43,14 @@ from hpo.training.distributed import (
     rows_of_rank,
     world_size,
 )
-from hpo.training.evaluate import Evaluation, check_finite, decode_tasks, predict_logits, scores_by_source
+from hpo.training.evaluate import (
+    Evaluation,
+    check_finite,
+    class_probabilities,
+    decode_tasks,
+    predict_logits,
+    scores_by_source,
+)
 from hpo.training.losses import MultitaskLoss
 from hpo.training.metrics import score
 from hpo.training.micro_batches import within_memory
@@ -202,8 +209,12 @@ def _evaluate(
     with repeated_in_fp32(mixed_precision, partial(_evaluates_finite, learner, data, batches)):
         check_finite(logits)
     predictions, decisions = decode_tasks(loss_fn.tasks, logits, split, metrics=args.decision_metrics)
-    metrics = {task.name: score(task, predictions[task.name], split.examples) for task in loss_fn.tasks}
-    by_source = scores_by_source(loss_fn.tasks, predictions, split.examples, data.validation_rows)
+    likely = class_probabilities(loss_fn.tasks, logits, split)
+    metrics = {
+        task.name: score(task, predictions[task.name], split.examples, likely.get(task.name))
+        for task in loss_fn.tasks
+    }
+    by_source = scores_by_source(loss_fn.tasks, predictions, likely, split.examples, data.validation_rows)
     seconds = clock.now() - began
     state.num_evaluations = index
     state.evaluation_seconds += seconds

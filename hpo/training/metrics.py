@@ -36,7 +36,9 @@ from numpy.typing import NDArray
 from hpo.code import errors_of_code
 from hpo.extensions import as_number, metrics_of
 from hpo.tasks.example import Example
-from hpo.tasks.kind import FloatArray, Task, kind_of
+from hpo.tasks.kind import SHARES, FloatArray, Likely, Task, kind_of
+
+_AT_ONCE = 2**21
 
 
 @dataclass(frozen=True)
@@ -96,18 +98,23 @@ class RowStatistics:
                 values[name].append(value)
         return {name: np.array(by_sample) for name, by_sample in values.items()}
 
-    def scores_without_each(self) -> dict[str, FloatArray]:
-        """Return the metrics [N] without each row in turn, for the jackknife, with the classes of all
-        rows.
-        """
-        sums = {name: values_N.sum() - values_N for name, values_N in self.values_N.items()}
+    def scores_without_each(self, metric: str) -> FloatArray:
+        """Return a metric [N] without each row in turn, for the jackknife, with the classes of all rows."""
+        sums = {name: values_N.sum(axis=0) - values_N for name, values_N in self.values_N.items()}
         counts = {
             name: counts_NC.sum(axis=0) - counts_NC.toarray() for name, counts_NC in self.counts_NC.items()
         }
         rows_N = np.full(self.num_rows, self.num_rows - 1.0)
         values = kind_of(self.task).scores(rows_N, counts, sums, self.class_counts())
+        if metric in values:
+            return values[metric]
         rows = range(self.num_rows)
-        return values | self._own_scores([*rows[:n], *rows[n + 1 :]] for n in rows)
+        if metric in metrics_of(self.task.kind):
+            return self._own_scores([*rows[:n], *rows[n + 1 :]] for n in rows)[metric]
+        parts = np.array_split(np.arange(self.num_rows), 1 + self.num_rows**2 // _AT_ONCE)
+        others = (1.0 - (part[:, None] == np.arange(self.num_rows)) for part in parts)
+        kind, rows_of = kind_of(self.task), (self.counts_NC, self.values_N)
+        return np.concatenate([kind.rank_scores(one, *rows_of)[metric] for one in others])
 
     def weighted_scores(self, weights_BE: NDArray[Any]) -> dict[str, FloatArray]:
         """Return the metrics [B] if example e of the split counts `weights_BE[b, e]` times; NaN: no metric.
@@ -120,6 +127,7 @@ class RowStatistics:
         counts = {name: weights_BN @ counts_NC for name, counts_NC in self.counts_NC.items()}
         rows_B = weights_BN.sum(axis=1)
         values = kind_of(self.task).scores(rows_B, counts, sums, self.class_counts())
+        values |= kind_of(self.task).rank_scores(weights_BN, self.counts_NC, self.values_N)
         if metrics_of(self.task.kind):
             key = hashlib.sha256(weights_BN.tobytes()).digest()
             if key not in self._drawn:
@@ -130,8 +138,16 @@ class RowStatistics:
         return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in values.items()}
 
 
-def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
-    return row_statistics(task, predictions, examples).scores()
+def score(
+    task: Task, predictions: Sequence[Any], examples: Sequence[Example], probabilities: Likely = None
+) -> dict[str, float]:
+    """Return the metrics; without the `probabilities` [E, C] of classes, only those of predictions."""
+    return row_statistics(task, predictions, examples, None, probabilities).scores()
+
+
+def counted(metric: str, value: Any) -> Any:
+    """Return a primary metric as a part of `score`: errors as in `SHARES`, a value below 0 as 0."""
+    return SHARES[metric](value) if metric in SHARES else np.maximum(value, 0)
 
 
 def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -140,8 +156,8 @@ def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]
     An r2 below 0 counts as 0, or one diverged regression would decide the search. Metrics are numbers, or
     arrays of one shape.
     """
-    values = [metrics[task.name].get(task.primary_metric) for task in tasks]
-    primary = [np.maximum(value, 0) for value in values if value is not None]
+    values = [(task.primary_metric, metrics[task.name].get(task.primary_metric)) for task in tasks]
+    primary = [counted(metric, value) for metric, value in values if value is not None]
     return sum(primary) / len(primary) if 0 < len(primary) == len(values) else None
 
 
@@ -150,10 +166,12 @@ def row_statistics(
     predictions: Sequence[Any],
     examples: Sequence[Example],
     groups: Sequence[int] | None = None,
+    probabilities: Likely = None,
 ) -> RowStatistics:
     """Return the statistics of one prediction per example, from rows annotated for the task.
 
-    `groups` has the number of each example's group; None: each row counts as independent.
+    `groups` has the number of each example's group; None: each row counts as independent. `probabilities`
+    [E, C] are those of the classes, if any.
     """
     pairs = zip(predictions, examples, strict=True)
     rows = [(e, *pair) for e, pair in enumerate(pairs) if task.name in pair[1].annotated]
@@ -162,6 +180,17 @@ def row_statistics(
     annotated = [example for _, _, example in rows]
     kind = kind_of(task)
     counts_NC, values_N = kind.row_values(predicted, annotated)
+    p_NC = probabilities if probabilities is None else probabilities[index_N]
+    values_N = {**values_N, **kind.score_values(p_NC, counts_NC)}
     kept = ([kind.truth(one) for one in annotated], predicted) if metrics_of(task.kind) else ((), ())
     group_E = None if groups is None else np.asarray(groups, np.intp)
     return RowStatistics(task, len(examples), index_N, counts_NC, values_N, kept, group_E)
+
+
+def right_statistics(
+    task: Task, examples: Sequence[Example], groups: Sequence[int] | None = None
+) -> RowStatistics:
+    """Return the statistics of right and certain predictions."""
+    kind = kind_of(task)
+    truths = [kind.truth(one) if task.name in one.annotated else None for one in examples]
+    return row_statistics(task, truths, examples, groups, kind.certain(truths))

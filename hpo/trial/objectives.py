@@ -16,9 +16,9 @@ from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import OF_TASKS
 from hpo.data.dataset import DataSet
 from hpo.errors import InputError, did_you_mean
-from hpo.tasks.kind import Task, kind_of
+from hpo.tasks.kind import Task
 from hpo.training.losses import check_loss
-from hpo.training.metrics import primary_mean, score
+from hpo.training.metrics import primary_mean, right_statistics
 
 REPORTED = "reported"
 """The task of metrics that a study's own training loop reports without one."""
@@ -60,12 +60,13 @@ def check_metric_values(study: StudyConfig, data: DataSet) -> None:
     for task in data.tasks:
         rows = [row for row in data.splits["validation"] if task.name in row.annotated]
         with errors_of_code():
-            right[task.name] = score(task, [kind_of(task).truth(row) for row in rows], rows)
+            right[task.name] = right_statistics(task, rows).scores()
     for metric in study.named_metrics:
         if missing := undefined_metric(metric, right, data.tasks):
             raise InputError(
                 f"the metric {missing} must have a value where all predictions are right, but on the "
-                "validation split it has none. Use another metric, or label more rows."
+                "validation split it has none. Use another metric, or label more rows"
+                + (", or declare the classes in their order." if "kappa" in missing else ".")
             )
 
 

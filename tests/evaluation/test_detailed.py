@@ -30,7 +30,7 @@ from hpo.evaluation.record import DetailedEvaluation, read_document
 from hpo.tasks.kind import Task
 from hpo.tasks.options import DecodingThresholds
 from hpo.tasks.tokenized_split import TokenizedSplit, Windowing
-from hpo.training.evaluate import decode_tasks
+from hpo.training.evaluate import class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, primary_mean, score
 
 EVIDENCE = {**every_kind.TASKS["evidence"], "span_names": every_kind.TASKS["tags"]["classes"]}
@@ -75,7 +75,11 @@ def evaluation(split: TokenizedSplit) -> DetailedEvaluation:
 def test_metrics_equal_the_scores(split: TokenizedSplit, evaluation: DetailedEvaluation) -> None:
     given = {task.name: DECISIONS.get(task.name, DecodingThresholds()) for task in TASKS}
     predictions, _ = decode_tasks(TASKS, random_logits(split), split, given)
-    expected = {task.name: score(task, predictions[task.name], split.examples) for task in TASKS}
+    likely = class_probabilities(TASKS, random_logits(split), split)
+    expected = {
+        task.name: score(task, predictions[task.name], split.examples, likely.get(task.name))
+        for task in TASKS
+    }
     found = {
         name: {metric: one.value for metric, one in task.metrics.items()}
         for name, task in evaluation.tasks.items()

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.stats import binomtest, bootstrap
+from sklearn.metrics import average_precision_score, roc_auc_score
 from support.labelled_rows import CLASSES, random_rows, rows_of, statistics_of
 
 from hpo.evaluation import intervals
@@ -52,18 +53,35 @@ def test_weighted_scores_equal_scores_of_drawn_rows(kind: str) -> None:
     rows = rows_of(task, truths)
     weights_BE = rng.multinomial(25, np.full(25, 1 / 25), size=40).astype(float)
     weights_BE[0] = [float(truth is None) for truth in truths]
-    whole = row_statistics(task, predictions, rows)
+    p_EC = rng.dirichlet(np.ones(3), 25).round(1) if KINDS[kind].has_classes else None
+    whole = row_statistics(task, predictions, rows, None, p_EC)
     found = whole.weighted_scores(weights_BE)
     assert set(found) == set(task.metrics)
     for b, weights_E in enumerate(weights_BE):
         drawn = np.repeat(np.arange(25), weights_E.astype(int))
-        ours = row_statistics(task, [predictions[e] for e in drawn], [rows[e] for e in drawn])
+        likely = p_EC if p_EC is None else p_EC[drawn]
+        ours = row_statistics(task, [predictions[e] for e in drawn], [rows[e] for e in drawn], None, likely)
         expected = ours.scores()
         if "f1_macro" in expected:
             expected["f1_macro"] = macro_of_the_whole(whole, ours)
         defined = {name: values[b] for name, values in found.items() if not np.isnan(values[b])}
         assert defined == pytest.approx(expected, rel=1e-9, abs=1e-9)
         assert bool(expected) == (b > 0)
+
+
+def test_a_class_without_rows_in_a_resample_keeps_its_area() -> None:
+    task, p_NC = Task("t", "single_label", CLASSES), np.random.default_rng(0).dirichlet(np.ones(3), 9)
+    truths = [*"aaabbbccc"]
+    whole = row_statistics(task, truths, rows_of(task, truths), None, p_NC)
+    weights_N = np.array([1, 2, 1, 0, 1, 3, 0, 0, 0])
+    for name, function in (("roc_auc", roc_auc_score), ("average_precision", average_precision_score)):
+        of_class = [np.equal(truths, label) for label in CLASSES]
+        drawn = [function(of_class[c], p_NC[:, c], sample_weight=weights_N) for c in range(2)]
+        expected = np.mean([*drawn, function(of_class[2], p_NC[:, 2])])
+        assert whole.weighted_scores(weights_N[None])[f"{name}_macro"] == pytest.approx(expected)
+    left_out = whole.scores_without_each("roc_auc_macro")
+    others = [whole.weighted_scores(1.0 - np.eye(9)[n : n + 1])["roc_auc_macro"][0] for n in range(9)]
+    assert left_out == pytest.approx(others)
 
 
 def test_interval_of_a_mean_is_scipys() -> None:
@@ -106,7 +124,8 @@ def test_few_rows_have_intervals_without_nan() -> None:
     assert one.score is None
     # Most resamples of 40 examples have no labelled row at all, or only one of the two.
     few = metric_intervals(numbers([1.0, 2.0], [1.0, 3.0], missing=38))
-    assert np.isfinite([bound for i in few.tasks["t"].values() for bound in (i.low, i.high)]).all()
+    bounds = {name: (i.low, i.high) for name, i in few.tasks["t"].items()}
+    assert np.isfinite([bounds[name] for name in ("r2", "mae", "rmse")]).all()
     assert few.tasks["t"]["mae"].low == 0.0
     assert metric_intervals(numbers([], [], missing=3)).tasks == {"t": {}}
     assert metric_intervals({}).score is None

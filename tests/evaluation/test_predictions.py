@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 
 import hpo
 from hpo.errors import InputError
@@ -279,3 +281,65 @@ def test_verdict_in_label_units_states_its_condition() -> None:
     found = hpo.compare_predictions(task, truths, [truths] * 15, [truths] * 15, margin=0.3)
     assert found.verdict == "as_good"
     assert "This holds if losses beyond 1.2 label units of a run average less than" in found.sentence
+
+
+PROBABILITIES = np.random.default_rng(0).dirichlet(np.ones(3), 40)
+
+
+@pytest.mark.parametrize("form", [lambda p: p, lambda p: [dict(zip(CLASSES, one, strict=True)) for one in p]])
+def test_probabilities_in_place_of_classes(form: Any) -> None:
+    truths, other = classes(40, 0.5)[0], PROBABILITIES[::-1]
+    is_true = np.equal.outer(truths, CLASSES)
+    for metric, function, factor, unit in (
+        ("roc_auc_macro", roc_auc_score, 100, "points"),
+        ("average_precision_micro", average_precision_score, 100, "points"),
+        ("log_loss", log_loss, -1, "nats"),
+    ):
+        task = {**TASK, "primary_metric": metric}
+        how = {"average": metric.rpartition("_")[2]} if factor == 100 else {}
+        found = compare(truths, form(other.tolist()), reference=form(PROBABILITIES.tolist()), task=task)
+        expected = factor * (function(is_true, other, **how) - function(is_true, PROBABILITIES, **how))
+        assert (found.difference, found.unit) == (pytest.approx(expected), unit)
+        assert (found.verdict, found.reason) == ("not_shown", f"The effect of one row on {metric} is unknown")
+    found = compare(truths, form(other.tolist()))
+    right = np.mean(np.array(CLASSES)[other.argmax(axis=1)] == truths)
+    assert found.difference == pytest.approx(100 * right - 100), "accuracy of the most probable classes"
+
+
+def test_probabilities_of_several_classes() -> None:
+    truths, p_NC = [["a"], ["a", "b"], [], ["c"]] * 5, np.random.default_rng(1).random((20, 3))
+    task = {"kind": "multi_label", "classes": CLASSES, "primary_metric": "average_precision_macro"}
+    found = compare(truths, p_NC, reference=p_NC[::-1].tolist(), task=task)
+    is_true = np.array([[label in truth for label in CLASSES] for truth in truths])
+    theirs = [average_precision_score(is_true, p, average="macro") for p in (p_NC, p_NC[::-1])]
+    assert found.difference == pytest.approx(100 * (theirs[0] - theirs[1]))
+
+
+@pytest.mark.parametrize(
+    ("run", "metric", "message"),
+    [
+        (["a", "b"], "log_loss", r"reference\[0\]: log_loss needs probabilities of the classes"),
+        ([[0.5, 0.5], "b"], "accuracy", r"\[0\]\[0\]: must have a probability from 0 to 1 for each of 3 cl"),
+        ([[0.5, 0.9, 0.1], [1.0, 0.0, 0.0]], "accuracy", r"\[0\]: must have a probability .* 1 in all, but"),
+        ([[2.0, -1.0, 0.0], [1.0, 0.0, 0.0]], "log_loss", r"\[0\]: must have a probability .* 1 in all, but"),
+        ([{"a": 0.5, "z": 0.5, "b": 0.0}, None], "log_loss", r"\[0\]: must have a probability from 0 to 1"),
+    ],
+)
+def test_bad_probabilities_are_refused(run: Any, metric: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compare(["a", "b"], run, reference=run, task={**TASK, "primary_metric": metric})
+
+
+def test_a_run_with_unknown_probabilities_has_no_score() -> None:
+    unknown = [[math.nan] * 3, [0.2, 0.3, 0.5]]
+    task = {**TASK, "primary_metric": "log_loss"}
+    found = compare(["a", "b"], unknown, reference=unknown, task=task)
+    assert found.sentence.endswith("No run has a score.")
+
+
+def test_correlations_have_no_verdict() -> None:
+    truth, predicted = np.random.default_rng(2).normal(size=(2, 50))
+    for metric, function in (("pearson", pearsonr), ("spearman", spearmanr)):
+        found = compare(truth, predicted, task={"kind": "regression", "primary_metric": metric})
+        assert found.difference == pytest.approx(100 * function(truth, predicted).statistic - 100)
+        assert found.reason == f"The effect of one row on {metric} is unknown"
