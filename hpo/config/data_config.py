@@ -67,7 +67,8 @@ class TaskConfig(CheckedSection):
     kind: Annotated[str, BeforeValidator(_kind)]
     """One of `hpo.tasks.kind.KINDS`."""
     classes: Names | None = None
-    """Classes of single_label and multi_label. Default: those of the training rows."""
+    """Classes of single_label and multi_label. Default: those of the training rows. For a column of tags that
+    holds numbers: the tags 0, 1, ..."""
     span_names: Names | None = None
     """Names of the spans of a task. Default for span_per_label: the classes."""
     evidence_for: str | None = None
@@ -126,21 +127,60 @@ class FilesConfig(Section):
     test: StudyPath | None = None
 
 
-class ColumnsConfig(Section):
-    """Columns of csv, parquet and hub."""
+def _texts(value: Any) -> Any:
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
+    if not all(isinstance(name, str) and name for name in names) or len({*names}) not in (1, 2):
+        raise ValueError(f"must be a column, or [first, second] for pairs of texts, but got {show(value)}.")
+    return names if len(names) == 2 else names[0]
+
+
+def _column(value: Any) -> Any:
+    """Return the number of a column as text: `-1` is the last column of a CoNLL file."""
+    return str(value) if type(value) is int else value
+
+
+Column = Annotated[str, BeforeValidator(_column)]
+
+
+class ColumnsConfig(CheckedSection):
+    """Columns of csv, parquet and hub, flat keys of jsonl, or numbered columns of conll."""
 
     id: str | None = None
     """Column with a unique id. Default: the number of the row."""
-    text: str = "text"
-    """Column with the text."""
+    text: Annotated[str | tuple[str, str], BeforeValidator(_texts)] = "text"
+    """Column with the text, or two columns with a pair of texts: `[premise, hypothesis]`."""
     group: str | None = None
     """Column with the group, as text or a whole number: the same for rows of one author, patient or document.
-    They stay in one split, and are one piece of evidence. A row with an empty cell is its own group."""
+    They stay in one split, and are one piece of evidence. A row with an empty cell is its own group. For
+    conll: `document`, the sentences after a line of -DOCSTART- or `# newdoc`."""
+    tokens: Column | None = None
+    """Column with a list of tokens, instead of `text`: the text is the tokens with one space between them."""
+    tags: dict[str, Column] = Field(default_factory=dict)
+    """Task to column with a list of tags, one for each token: BIO, IOB1, IOB2, BILOU or IOBES."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Task to column. A cell has a class or number, or several classes: a list or `a|b`."""
     spans: dict[str, str] = Field(default_factory=dict)
     """Task to column of spans: `{name: [[start, end], ...]}`, or `[[start, end], ...]` for one span name. A
     span is the characters `text[start:end]`: counts start at 0, and `end` is excluded."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Columns with the text of a row."""
+        return (self.tokens or self.text,) if isinstance(self.text, str) else self.text
+
+    def problems(self) -> Iterator[Problem]:
+        if isinstance(self.text, tuple) and (self.spans or self.tags or self.tokens):
+            message = (
+                "must be one column if there are spans, tags or tokens. For spans in a pair, write jsonl "
+                "rows with one `text` and `segments`, and name the two segments in `data.pair_segments`."
+            )
+            yield Problem(("text",), message)
+        elif self.tokens is not None and self.text != "text":
+            yield Problem(("text",), "must be left out, since `tokens` make the text.")
+        if self.tags and self.tokens is None:
+            yield Problem(("tokens",), "must be given: the column with the tokens of the tags.")
+        for task in self.tags.keys() & self.spans.keys():
+            yield Problem(("tags", task), "must be given once, but `spans` names the task too.")
 
 
 def _one_character(given: str) -> str:
@@ -233,10 +273,10 @@ class SourceConfig(CheckedSection):
     OWN: ClassVar[str] = "of your own code"
     SOURCES_OF: ClassVar[dict[str, tuple[str, ...]]] = {
         "synthetic": ("synthetic",),
-        "path": ("jsonl", "csv", "parquet"),
-        "files": ("jsonl", "csv", "parquet"),
-        "tasks": ("jsonl", "csv", "parquet", "hub", OWN),
-        "columns": ("csv", "parquet", "hub"),
+        "path": ("jsonl", "csv", "parquet", "conll"),
+        "files": ("jsonl", "csv", "parquet", "conll"),
+        "tasks": ("jsonl", "csv", "parquet", "conll", "hub", OWN),
+        "columns": ("jsonl", "csv", "parquet", "conll", "hub"),
         "csv": ("csv", "hub"),
         "hub": ("hub",),
         "options": (OWN,),
@@ -246,13 +286,14 @@ class SourceConfig(CheckedSection):
     source: Annotated[Source, or_own(_is_own_source)] | None = None
     """Kind of source. Required without `sources`."""
     path: StudyPath | None = None
-    """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."""
+    """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet, conll)."""
     files: FilesConfig = Field(default_factory=FilesConfig)
     """Files with other names than `train`, `validation` and `test`."""
     tasks: Path | dict[str, Any] | None = None
     """Tasks: a path, or `{task: {kind: ..., classes: [...]}}`. Default: the `tasks.json` in `path`."""
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
-    """Names of columns (csv, parquet, hub)."""
+    """Names of columns (csv, parquet, hub), of flat keys (jsonl), or numbers of columns from 0, with -1 for
+    the last (conll)."""
     csv: CsvConfig = Field(default_factory=CsvConfig)
     """Format of csv files (csv, and csv files of hub)."""
     hub: HubConfig | None = None
@@ -306,7 +347,9 @@ class SourceConfig(CheckedSection):
         for key in self.unread_keys(self.source):
             if not self.is_default(key):
                 sources = ", ".join(self.SOURCES_OF[key])
-                yield Problem((key,), f"is read with source {sources}, but the source is {self.source}.")
+                hint = _TWO_COLUMNS if key == "pair_segments" else ""
+                message = f"is read with source {sources}, but the source is {self.source}.{hint}"
+                yield Problem((key,), message)
         if self.source in self.SOURCES_OF["path"] and self.path is None:
             if self.files.train is None:
                 yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
@@ -316,13 +359,29 @@ class SourceConfig(CheckedSection):
         for key in ("hub", "tasks") if self.source == "hub" else ("tasks",) if is_own else ():
             if getattr(self, key) is None:
                 yield Problem((key,), f"must be given for source {self.source}.")
+        if self.source == "conll":
+            yield from self._conll_problems()
         if self.validation_fraction + self.test_fraction >= 1:
             yield Problem(("test_fraction",), "validation and test must leave a part for training.")
+
+    def _conll_problems(self) -> Iterator[Problem]:
+        """Report columns without a meaning in a CoNLL file, or without a number."""
+        columns = self.columns
+        names = (columns.tokens or "", *columns.tags.values())
+        if not columns.tags or not all(re.fullmatch(r"-?\d+", name) for name in names):
+            message = "must have tokens and tags as numbers of columns, such as {tokens: 0, tags: {TASK: -1}}."
+            yield Problem(("columns",), message)
+        if columns.id or columns.labels or columns.spans or columns.group not in (None, "document"):
+            message = "conll has tokens, tags and `group: document` alone, no other group, ids, labels or spans."
+            yield Problem(("columns",), message)
 
     def read_by(self, dumped: dict[str, Any]) -> dict[str, Any]:
         """Return `dumped`, this section as JSON, without keys of other sources."""
         unread = self.unread_keys(self.source or "")
         return {key: value for key, value in dumped.items() if key not in unread}
+
+
+_TWO_COLUMNS = " Two columns of texts are `columns: {text: [first, second]}`."
 
 
 class NamedSource(SourceConfig):
@@ -349,7 +408,7 @@ class DataConfig(SourceConfig):
     """Overlap of windows in tokens, at most half of `max_length`. Default: a quarter of `max_length`, at most
     64."""
     pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = None
-    """Two named segments of the text, to be encoded as a pair (jsonl)."""
+    """Two named segments of the text, to be encoded as a pair (jsonl). For two columns see `columns.text`."""
     sources: Annotated[tuple[NamedSource, ...], Field(strict=False)] = ()
     """Several data sets, each with its tasks. A shared task with the same labels is one task."""
 
@@ -357,10 +416,23 @@ class DataConfig(SourceConfig):
         """Return the overlap of windows of `max_length` tokens."""
         return min(64, max_length // 4) if self.stride is None else self.stride
 
+    @property
+    def pair(self) -> tuple[str, str] | None:
+        """Names of the two texts of a row: the columns or the segments, if texts are pairs."""
+        texts = (self.sources[0] if self.sources else self).columns.text
+        return texts if isinstance(texts, tuple) else self.pair_segments
+
     def problems(self) -> Iterator[Problem]:
+        if self.pair_segments and not all(one.is_default("columns") for one in (self, *self.sources)):
+            message = f"is for rows of jsonl with `segments`, so without `columns`.{_TWO_COLUMNS}"
+            yield Problem(("pair_segments",), message)
         if not self.sources:
             yield from super().problems()
             return
+        texts = dict.fromkeys(one.columns.text for one in self.sources)
+        if len(texts) > 1 and any(isinstance(one, tuple) for one in texts):
+            message = f"pairs need one `columns.text` in all of them, but got {' and '.join(map(show, texts))}."
+            yield Problem(("sources",), message)
         for key in SourceConfig.model_fields:
             if not self.is_default(key):
                 yield Problem((key,), "must be given in each of `sources`, not outside them.")
@@ -370,6 +442,7 @@ class DataConfig(SourceConfig):
                 yield Problem(("sources", index, "name"), f"{show(one.name)} is there twice. Rename one.")
             if self.pair_segments and one.source != "jsonl":
                 message = f"is read with source jsonl, but the source {show(one.name)} is {one.source}."
+                message += _TWO_COLUMNS
                 yield Problem(("pair_segments",), message)
 
     def read_by(self, dumped: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.data.groups import evidence_groups, normalised, text_keys
-from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, kind_of
@@ -74,8 +73,8 @@ class TaskFacts:
     """Number of rows of each class, or of spans of each span name; 0 included."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Minimum, mean, std and maximum of a regression's targets."""
-    odd_spans: OddSpans | None = None
-    """Spans with an end inside a word or at a space, if there are many."""
+    span_warnings: Sequence[str] = ()
+    """Sentences about spans that are probably wrong, and faults of tags."""
 
     @property
     def counts_spans(self) -> bool:
@@ -103,7 +102,10 @@ class DataFacts:
 
 def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
-        TaskFacts(task.name, task.kind, task.labels, task.is_inferred, odd_spans=dataset.odd_spans(task.name))
+        TaskFacts(
+            *(task.name, task.kind, task.labels, task.is_inferred),
+            span_warnings=dataset.span_warnings(task.name),
+        )
         for task in dataset.tasks
     ]
     splits: dict[str, SplitFacts] = {}
@@ -230,7 +232,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     for task in data.tasks:
         advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
         advice += [*_similar_classes(task), *_inferred_classes(task), *_equal_numbers(task)]
-        advice += [f"`{task.name}`: {task.odd_spans}"] if task.odd_spans else []
+        advice += [f"`{task.name}`: {warning}" for warning in task.span_warnings]
     return advice
 
 

@@ -8,7 +8,10 @@ Korean, Arabic and Hebrew write particles without a space beside a word. A chang
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hpo.data.tags import tag_faults
 
 _FEWEST, _SHARE = 3, 0.05
 """Smallest number and share of odd spans in a report."""
@@ -44,6 +47,8 @@ class SpanEnds:
     row: str = ""
     """Id of the row of the first odd span."""
     excerpt: str = ""
+    tags: Counter[str] = field(default_factory=Counter)
+    """Counts of the tags that the spans come from, see `hpo.data.tags`."""
 
     def add(self, row_id: str, text: str, start: int, end: int) -> None:
         self.num_spans += 1
@@ -58,6 +63,16 @@ class SpanEnds:
             self.row, self.excerpt = other.row, other.excerpt
         self.num_spans += other.num_spans
         self.num_odd += other.num_odd
+        self.tags.update(other.tags)
+
+    def warnings(self) -> list[str]:
+        """Return sentences about faults of the tags, and about odd spans if there are many."""
+        odd, (num, scheme) = self.odd(), tag_faults(self.tags)
+        faults = (
+            f"{num:,} faults in {self.tags['tags']:,} tags of {scheme}, such as `I-` without a `B-` of its name "
+            "before it. They are read as conlleval and seqeval do: such a tag begins a span."
+        )
+        return [faults] * (num > 0) + [str(odd)] * (odd is not None)
 
     def odd(self) -> OddSpans | None:
         """Return the odd spans if there are many."""

@@ -17,11 +17,13 @@ a single span name, [[start, end], ...]; a table may hold them as JSON. Class na
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
+from hpo.data.tags import joined_tokens, spans_of_tags
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
 
@@ -39,6 +41,8 @@ class Row:
     problems: Sequence[str] = ()
     span_tasks: frozenset[str] | None = None
     """Span tasks with a truth in this row; None: all, if it has spans."""
+    tag_counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By task, the counts of `spans_of_tags`."""
 
 
 def read_labels(
@@ -71,6 +75,20 @@ def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
     return Row(row.where, row.row, problems) if problems else row
 
 
+def pair_of(first: Any, second: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the `text` and the `segments` of a row with two texts, of which one may be empty or null.
+
+    Raises ValueError if one is no text.
+    """
+    texts = ["" if one is None else one for one in (first, second)]
+    for name, one in zip(names, texts, strict=True):
+        if not isinstance(one, str):
+            raise ValueError(f"`{name}` must be text, but got {shorten(repr(one), 60)}")
+    text = "\n".join(texts)
+    ends = ([0, len(texts[0])], [len(texts[0]) + 1, len(text)])
+    return {"text": text, "segments": dict(zip(names, ends, strict=True))}
+
+
 class Table:
     """Bring the rows of a table into the form of a jsonl line.
 
@@ -98,7 +116,8 @@ class Table:
             if KINDS[config.kind].in_spans
         }
         with_labels = [task for task in self._tasks if task not in self._span_names]
-        for key, known in (("labels", with_labels), ("spans", list(self._span_names))):
+        in_spans = list(self._span_names)
+        for key, known in (("labels", with_labels), ("spans", in_spans), ("tags", in_spans)):
             for task in getattr(columns, key):
                 if task not in known:
                     hint = did_you_mean(task, known)
@@ -108,7 +127,8 @@ class Table:
     def names(self) -> list[str]:
         """Columns to read."""
         columns = self._columns
-        names = (columns.id, columns.text, columns.group, *columns.labels.values(), *columns.spans.values())
+        by_task = (columns.labels, columns.spans, columns.tags)
+        names = (columns.id, *columns.texts, columns.group, *chain.from_iterable(map(dict.values, by_task)))
         return [name for name in dict.fromkeys(names) if name is not None]
 
     def check(self, header: Sequence[str]) -> None:
@@ -138,7 +158,7 @@ class Table:
                 problems.append(f"labels.{task}{error}")
         labels = read_labels(by_task, self._tasks, csv, problems)
         spans: dict[str, Any] = {}
-        annotated = set(self._span_names) if self._columns.spans else set()
+        annotated = set(self._span_names) if self._columns.spans or self._columns.tags else set()
         for task, column in self._columns.spans.items():
             value, names = cells[column], self._span_names[task]
             if _is_blank(value):
@@ -159,10 +179,42 @@ class Table:
                     f"column {column} must be {{name: [[start, end], ...]}}: `{task}` has several span names"
                 )
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
-        row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
+        row = {"id": row_id, "labels": labels, "spans": spans}
+        tag_counts = {}
+        try:
+            row |= self._text(cells)
+        except ValueError as error:
+            return Row(where, None, [*problems, str(error)])
+        for task, column in self._columns.tags.items():
+            if _is_blank(cells[column]):
+                annotated.discard(task)
+                continue
+            names, only = self._class_names.get(column, self._tasks[task].classes), self._span_names[task]
+            try:
+                tags = _class_of_number(_list(cells[column]), names)
+                tokens, name = _list(cells[self._columns.texts[0]]), only[0] if len(only) == 1 else None
+                of_task, tag_counts[task] = spans_of_tags(tokens, tags, name)
+                spans |= of_task
+            except ValueError as error:
+                problems.append(f"tags.{task}: {str(error).strip()}")
         if self._columns.group is not None:
             row["group"] = cells[self._columns.group]
-        return Row(where, row, problems, frozenset(annotated))
+        return Row(where, row, problems, frozenset(annotated), tag_counts)
+
+    def _text(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `text` of a row, and its `segments` if it is a pair. Raises ValueError."""
+        first, *second = self._columns.texts
+        if second:
+            return pair_of(cells[first], cells[second[0]], self._columns.texts)
+        return {"text": joined_tokens(_list(cells[first])) if self._columns.tokens else cells[first]}
+
+
+def _list(cell: Any) -> Any:
+    """Return a list from a cell, in which it may be JSON. Raises ValueError."""
+    value = json.loads(cell) if isinstance(cell, str) and cell.startswith("[") else cell
+    if not isinstance(value, list):
+        raise ValueError(f"tokens and tags must be lists, but got {shorten(repr(cell), 60)}")
+    return value
 
 
 def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""Spans of tagged tokens, in every scheme of BIO.
+
+The text of a row is its tokens with one space between them. A tag is `O`, or a prefix and a name: `B-PER`.
+
+    prefix                       meaning
+    B                            first token of a span
+    I, M                         a token inside a span
+    L, E                         last token of a span
+    U, S, W                      the only token of a span
+
+One rule reads IOB1, IOB2 (BIO), BILOU, IOBES and BMES: a token continues the span before it if its prefix is
+I or L, and the token before has the same name and the prefix B or I. Every other token with a name begins a
+span. It is the rule of conlleval, and of seqeval without `mode: strict`, so faults are repaired as there.
+
+In IOB1, B stands only between two spans of one name, and I begins all others. The tags are taken for IOB1 if
+no B breaks this, since then both readings are equal.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from hpo.errors import shorten
+from hpo.tasks.example import Offsets
+
+_TAG = re.compile(r"([BIMLEUSW])(?:[-_](.+))?|O", re.DOTALL)
+_PREFIX = {"M": "I", "E": "L", "S": "U", "W": "U"}
+
+
+def joined_tokens(tokens: Sequence[Any]) -> str:
+    """Return the text of tokens. Raises ValueError if one is no text."""
+    for token in tokens:
+        if not isinstance(token, str):
+            raise ValueError(f"a token must be text, but got {shorten(repr(token), 60)}")
+    return " ".join(tokens)
+
+
+def spans_of_tags(
+    tokens: Sequence[str], tags: Sequence[Any], name: str | None = None
+) -> tuple[dict[str, list[Offsets]], Counter[str]]:
+    """Return the spans of characters by name, and the counts for `tag_faults`.
+
+    `name` is that of tags without one, such as `B`. Raises ValueError for other tags, or another number of
+    tags than tokens.
+    """
+    if len(tags) != len(tokens):
+        raise ValueError(f"each token must have a tag, but {len(tokens)} tokens have {len(tags)} tags")
+    spans: dict[str, list[Offsets]] = {}
+    counts = Counter[str](tags=len(tags))
+    before: tuple[str, str | None] = ("O", None)
+    ends = accumulate(len(token) + 1 for token in tokens)
+    for token, end, tag in zip(tokens, ends, tags, strict=True):
+        match = _TAG.fullmatch(tag) if isinstance(tag, str) else None
+        if match is None or (tag != "O" and not (match[2] or name)):
+            known = "`O`, or a prefix of BIO, BILOU or IOBES and a name, as in `B-PER`"
+            hint = " `classes` of the task may name the tags 0, 1, ..." if isinstance(tag, int) else ""
+            raise ValueError(f"a tag must be {known}, but got {shorten(repr(tag), 60)}.{hint}")
+        now = (_PREFIX.get(tag[0], tag[0]), match[2] or name if match[1] else None)
+        continues = now[0] in "IL" and before[0] in "BI" and now[1] == before[1]
+        counts["no begin"] += now[0] in "IL" and not continues
+        counts["no end"] += before[0] in "BI" and not continues
+        counts["only IOB2"] += now[0] == "B" and now[1] != before[1]
+        counts["closed"] += now[0] in "LU"
+        if now[1] is not None:
+            of_name = spans.setdefault(now[1], [])
+            of_name.append((of_name.pop()[0] if continues else end - 1 - len(token), end - 1))
+        before = now
+    counts["no end"] += before[0] in "BI"
+    return spans, counts
+
+
+def tag_faults(counts: Mapping[str, int]) -> tuple[int, str]:
+    """Return the number of faults of a task's tags, and the name of their scheme."""
+    if counts.get("closed"):
+        return counts["no begin"] + counts["no end"], "BILOU or IOBES"
+    return (counts["no begin"], "BIO (IOB2)") if counts.get("only IOB2") else (0, "IOB1")
