@@ -22,6 +22,8 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.data.tags import joined_tokens, spans_of_tags
 from hpo.errors import DataError, did_you_mean, shorten
@@ -89,6 +91,14 @@ def pair_of(first: Any, second: Any, names: Sequence[str]) -> dict[str, Any]:
     return {"text": text, "segments": dict(zip(names, ends, strict=True))}
 
 
+def row_text(cells: Mapping[str, Any], columns: ColumnsConfig) -> dict[str, Any]:
+    """Return the `text` of a row, and its `segments` if it is a pair. Raises ValueError."""
+    first, *second = columns.texts
+    if second:
+        return pair_of(cells[first], cells[second[0]], columns.texts)
+    return {"text": joined_tokens(_list(cells[first])) if columns.tokens else cells[first]}
+
+
 class Table:
     """Bring the rows of a table into the form of a jsonl line.
 
@@ -153,7 +163,7 @@ class Table:
         by_task = {}
         for task, column in self._columns.labels.items():
             try:
-                by_task[task] = _class_of_number(cells[column], self._class_names.get(column))
+                by_task[task] = class_of_number(cells[column], self._class_names.get(column))
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
         labels = read_labels(by_task, self._tasks, csv, problems)
@@ -182,7 +192,7 @@ class Table:
         row = {"id": row_id, "labels": labels, "spans": spans}
         tag_counts = {}
         try:
-            row |= self._text(cells)
+            row |= row_text(cells, self._columns)
         except ValueError as error:
             return Row(where, None, [*problems, str(error)])
         for task, column in self._columns.tags.items():
@@ -191,7 +201,7 @@ class Table:
                 continue
             names, only = self._class_names.get(column, self._tasks[task].classes), self._span_names[task]
             try:
-                tags = _class_of_number(_list(cells[column]), names)
+                tags = class_of_number(_list(cells[column]), names)
                 tokens, name = _list(cells[self._columns.texts[0]]), only[0] if len(only) == 1 else None
                 of_task, tag_counts[task] = spans_of_tags(tokens, tags, name)
                 spans |= of_task
@@ -201,20 +211,13 @@ class Table:
             row["group"] = cells[self._columns.group]
         return Row(where, row, problems, frozenset(annotated), tag_counts)
 
-    def _text(self, cells: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `text` of a row, and its `segments` if it is a pair. Raises ValueError."""
-        first, *second = self._columns.texts
-        if second:
-            return pair_of(cells[first], cells[second[0]], self._columns.texts)
-        return {"text": joined_tokens(_list(cells[first])) if self._columns.tokens else cells[first]}
-
 
 def _list(cell: Any) -> Any:
     """Return a list from a cell, in which it may be JSON. Raises ValueError."""
     value = json.loads(cell) if isinstance(cell, str) and cell.startswith("[") else cell
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple | np.ndarray):
         raise ValueError(f"tokens and tags must be lists, but got {shorten(repr(cell), 60)}")
-    return value
+    return [*value]
 
 
 def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -226,7 +229,16 @@ def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
+def class_names(features: Any) -> dict[str, list[str]]:
+    """Return the classes of columns with numbers in their place, from the features of `datasets`."""
+    names = {
+        column: getattr(getattr(feature, "feature", feature), "names", None)
+        for column, feature in (features or {}).items()
+    }
+    return {column: list(classes) for column, classes in names.items() if classes}
+
+
+def class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
     """Return the class of a number in a data set of the hub, and None for -1.
 
     Raises ValueError for a cell that is neither a number nor a name of a class.
@@ -234,7 +246,7 @@ def _class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
     if names is None or _is_blank(cell) or cell in names:
         return cell
     if isinstance(cell, list):
-        return [_class_of_number(one, names) for one in cell]
+        return [class_of_number(one, names) for one in cell]
     try:
         number = float(cell)  # pandas writes 1.0 to csv if the column has an empty cell
     except (TypeError, ValueError):
