@@ -37,15 +37,13 @@ def _with_frames(study: Any, frames: Any) -> dict[str, Any]:
     """Write frames into a folder of the output, and return the study with it as its data."""
     from hpo.data.frames import write_frames
 
-    given = study.get("data", {}) if isinstance(study, Mapping) else None
-    if not isinstance(given, Mapping) or "tasks" not in given or {"source", "path", "files", "hub"} & {*given}:
+    data = study.get("data") if isinstance(study, Mapping) else None
+    if not isinstance(data, Mapping) or "tasks" not in data or {"source", "path", "files", "hub"} & {*data}:
         raise InputError(
-            "`hpo.Study` with `data` takes a mapping with the keys of a study file. Its key `data` must have "
-            "`tasks`, such as {topic: {kind: single_label}}, and `columns`, such as {text: message, labels: "
-            "{topic: category}}, but no `source`, `path`, `files` or `hub`."
+            "`hpo.Study` with `data` takes a mapping with the keys of a study file. Its `data` must have tasks "
+            "and columns, but no source: {tasks: {x: {kind: single_label}}, columns: {labels: {x: class}}}."
         )
-    source = {"source": "parquet", "path": str(write_frames(frames, RUNS / "_data"))}
-    return {**study, "data": {**given, **source}}
+    return {**study, "data": {**data, "source": "parquet", "path": write_frames(frames, RUNS / "_data")}}
 
 
 class StoredStudy:

@@ -128,18 +128,14 @@ class FilesConfig(Section):
 
 
 def _texts(value: Any) -> Any:
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
-    if not all(isinstance(name, str) and name for name in names) or len({*names}) not in (1, 2):
+    if isinstance(value, list | tuple) and len(value) == 2 and value[0] != value[1]:
+        return tuple(value)
+    if not isinstance(value, str):
         raise ValueError(f"must be a column, or [first, second] for pairs of texts, but got {show(value)}.")
-    return names if len(names) == 2 else names[0]
+    return value
 
 
-def _column(value: Any) -> Any:
-    """Return the number of a column as text: `-1` is the last column of a CoNLL file."""
-    return str(value) if type(value) is int else value
-
-
-Column = Annotated[str, BeforeValidator(_column)]
+Column = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
 class ColumnsConfig(CheckedSection):
@@ -169,18 +165,11 @@ class ColumnsConfig(CheckedSection):
         return (self.tokens or self.text,) if isinstance(self.text, str) else self.text
 
     def problems(self) -> Iterator[Problem]:
-        if isinstance(self.text, tuple) and (self.spans or self.tags or self.tokens):
-            message = (
-                "must be one column if there are spans, tags or tokens. For spans in a pair, write jsonl "
-                "rows with one `text` and `segments`, and name the two segments in `data.pair_segments`."
-            )
+        if isinstance(self.text, tuple) and (self.spans or self.tokens):
+            message = "must be one column with spans or tokens. Spans in pairs need `pair_segments` of jsonl."
             yield Problem(("text",), message)
-        elif self.tokens is not None and self.text != "text":
-            yield Problem(("text",), "must be left out, since `tokens` make the text.")
-        if self.tags and self.tokens is None:
-            yield Problem(("tokens",), "must be given: the column with the tokens of the tags.")
-        for task in self.tags.keys() & self.spans.keys():
-            yield Problem(("tags", task), "must be given once, but `spans` names the task too.")
+        if (self.tags and not self.tokens) or (self.tokens and self.text != "text"):
+            yield Problem(("tokens",), "must be given with `tags`, and replaces `text`.")
 
 
 def _one_character(given: str) -> str:
@@ -292,8 +281,7 @@ class SourceConfig(CheckedSection):
     tasks: Path | dict[str, Any] | None = None
     """Tasks: a path, or `{task: {kind: ..., classes: [...]}}`. Default: the `tasks.json` in `path`."""
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
-    """Names of columns (csv, parquet, hub), of flat keys (jsonl), or numbers of columns from 0, with -1 for
-    the last (conll)."""
+    """Names of columns (csv, parquet, hub) or flat keys (jsonl); numbers of columns (conll)."""
     csv: CsvConfig = Field(default_factory=CsvConfig)
     """Format of csv files (csv, and csv files of hub)."""
     hub: HubConfig | None = None
@@ -347,9 +335,8 @@ class SourceConfig(CheckedSection):
         for key in self.unread_keys(self.source):
             if not self.is_default(key):
                 sources = ", ".join(self.SOURCES_OF[key])
-                hint = _TWO_COLUMNS if key == "pair_segments" else ""
-                message = f"is read with source {sources}, but the source is {self.source}.{hint}"
-                yield Problem((key,), message)
+                message = f"is read with source {sources}, but the source is {self.source}."
+                yield Problem((key,), message + _TWO_COLUMNS * (key == "pair_segments"))
         if self.source in self.SOURCES_OF["path"] and self.path is None:
             if self.files.train is None:
                 yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
@@ -360,20 +347,13 @@ class SourceConfig(CheckedSection):
             if getattr(self, key) is None:
                 yield Problem((key,), f"must be given for source {self.source}.")
         if self.source == "conll":
-            yield from self._conll_problems()
+            columns, numbers = self.columns, [self.columns.tokens or "", *self.columns.tags.values()]
+            others = [columns.id, *columns.labels, *columns.spans, columns.group not in (None, "document")]
+            if not columns.tags or any(others) or not all(re.fullmatch(r"-?\d+", one) for one in numbers):
+                message = "must be as {tokens: 0, tags: {TASK: -1}, group: document} for conll, in numbers."
+                yield Problem(("columns",), message)
         if self.validation_fraction + self.test_fraction >= 1:
             yield Problem(("test_fraction",), "validation and test must leave a part for training.")
-
-    def _conll_problems(self) -> Iterator[Problem]:
-        """Report columns without a meaning in a CoNLL file, or without a number."""
-        columns = self.columns
-        names = (columns.tokens or "", *columns.tags.values())
-        if not columns.tags or not all(re.fullmatch(r"-?\d+", name) for name in names):
-            message = "must have tokens and tags as numbers of columns, such as {tokens: 0, tags: {TASK: -1}}."
-            yield Problem(("columns",), message)
-        if columns.id or columns.labels or columns.spans or columns.group not in (None, "document"):
-            message = "conll has tokens, tags and `group: document` alone, no other group, ids, labels or spans."
-            yield Problem(("columns",), message)
 
     def read_by(self, dumped: dict[str, Any]) -> dict[str, Any]:
         """Return `dumped`, this section as JSON, without keys of other sources."""
@@ -419,20 +399,15 @@ class DataConfig(SourceConfig):
     @property
     def pair(self) -> tuple[str, str] | None:
         """Names of the two texts of a row: the columns or the segments, if texts are pairs."""
-        texts = (self.sources[0] if self.sources else self).columns.text
-        return texts if isinstance(texts, tuple) else self.pair_segments
+        texts = (one.columns.text for one in (self, *self.sources))
+        return next((one for one in texts if isinstance(one, tuple)), self.pair_segments)
 
     def problems(self) -> Iterator[Problem]:
-        if self.pair_segments and not all(one.is_default("columns") for one in (self, *self.sources)):
-            message = f"is for rows of jsonl with `segments`, so without `columns`.{_TWO_COLUMNS}"
-            yield Problem(("pair_segments",), message)
+        if self.pair_segments not in (None, self.pair):
+            yield Problem(("pair_segments",), f"must be left out beside columns.{_TWO_COLUMNS}")
         if not self.sources:
             yield from super().problems()
             return
-        texts = dict.fromkeys(one.columns.text for one in self.sources)
-        if len(texts) > 1 and any(isinstance(one, tuple) for one in texts):
-            message = f"pairs need one `columns.text` in all of them, but got {' and '.join(map(show, texts))}."
-            yield Problem(("sources",), message)
         for key in SourceConfig.model_fields:
             if not self.is_default(key):
                 yield Problem((key,), "must be given in each of `sources`, not outside them.")
@@ -442,8 +417,7 @@ class DataConfig(SourceConfig):
                 yield Problem(("sources", index, "name"), f"{show(one.name)} is there twice. Rename one.")
             if self.pair_segments and one.source != "jsonl":
                 message = f"is read with source jsonl, but the source {show(one.name)} is {one.source}."
-                message += _TWO_COLUMNS
-                yield Problem(("pair_segments",), message)
+                yield Problem(("pair_segments",), message + _TWO_COLUMNS)
 
     def read_by(self, dumped: dict[str, Any]) -> dict[str, Any]:
         if not self.sources:

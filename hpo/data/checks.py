@@ -63,6 +63,8 @@ class TaskFacts:
     labels: tuple[str, ...]
     is_inferred: bool = False
     """True if the classes come from the training rows, not from a declaration."""
+    span_warnings: Sequence[str] = ()
+    """Sentences about spans with probably wrong ends, and about faults of tags."""
     num_rows: dict[str, int] = field(default_factory=dict)
     """Number of rows of the sources with this task: all rows of a single source."""
     num_annotated: dict[str, int] = field(default_factory=dict)
@@ -73,8 +75,6 @@ class TaskFacts:
     """Number of rows of each class, or of spans of each span name; 0 included."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Minimum, mean, std and maximum of a regression's targets."""
-    span_warnings: Sequence[str] = ()
-    """Sentences about spans that are probably wrong, and faults of tags."""
 
     @property
     def counts_spans(self) -> bool:
@@ -102,10 +102,7 @@ class DataFacts:
 
 def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
-        TaskFacts(
-            *(task.name, task.kind, task.labels, task.is_inferred),
-            span_warnings=dataset.span_warnings(task.name),
-        )
+        TaskFacts(task.name, task.kind, task.labels, task.is_inferred, dataset.span_warnings(task.name))
         for task in dataset.tasks
     ]
     splits: dict[str, SplitFacts] = {}
@@ -243,8 +240,7 @@ def study_lengths(config: StudyConfig) -> list[int]:
 
 
 def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[str]:
-    sources = {one.source for one in (config.data, *config.data.sources)}
-    tables = sources.intersection(config.data.SOURCES_OF["columns"])
+    tables = [one for one in (config.data, *config.data.sources) if not one.is_default("columns")]
     where = " (`columns.group` in `data` names its column)" if tables else ""
     for leak in data.leaks:
         rows = data.splits[leak.split].num_rows

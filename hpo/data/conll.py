@@ -1,9 +1,9 @@
 """Sentences of CoNLL files: a token with its columns on each line, and a blank line after each sentence.
 
-The first line of a token gives the form of all: columns by tabs if it has a tab, else by spaces, and their
-number. A line that begins with `#` is a comment only before the first token of a sentence, and only if it has
-another number of columns: a token `#` stays a token. Lines of -DOCSTART- and `# newdoc` begin a document. The
-lines `1-2` and `1.1` of CoNLL-U repeat or add words, so they are skipped if the tokens are in a later column.
+The first token's line tells whether tabs or spaces separate columns, and their number. A line with `#` is a
+comment before the first token of a sentence if it has another number of columns: so a token `#` stays.
+-DOCSTART- and `# newdoc` begin a document. The lines `1-2` and `1.1` of CoNLL-U, which repeat or add words,
+are skipped unless the tokens are in the first column.
 """
 
 import re
@@ -27,7 +27,7 @@ def conll_rows(path: Path, table: Table) -> Iterator[Row]:
     width = len(separator.split(form.strip(" ")))
     names = [str(column) for column in range(-width, width)]
     table.check([*names, "document"])
-    sentence: list[list[str]] = []
+    sentence, skips = list[list[str]](), "0" not in table.names
     number = document = 0
     for line_number, line in enumerate([*lines, ""], start=1):
         cells = separator.split(line.strip(" "))
@@ -36,18 +36,14 @@ def conll_rows(path: Path, table: Table) -> Iterator[Row]:
                 number += 1
                 where = f"{path}:{line_number - len(sentence)}"
                 if bad := {len(one) for one in sentence} - {width}:
-                    problem = f"each line must have {width} columns as the first, but one has {bad.pop()}"
-                    yield Row(where, None, [problem])
+                    yield Row(where, None, [f"each line must have {width} columns, but one has {bad.pop()}"])
                 else:
-                    columns = [list(column) for column in zip(*sentence, strict=True)]
-                    of_row = dict(zip(names, columns * 2, strict=True))
+                    of_row = dict(zip(names, [*map(list, zip(*sentence, strict=True))] * 2, strict=True))
                     yield table.row(where, number, of_row | {"document": f"{path.name} {document}"})
             sentence = []
         elif line.startswith("-DOCSTART-") or (not sentence and line.startswith("# newdoc")):
             document += 1
-        elif (sentence or not line.startswith("#") or len(cells) == width) and not (
-            "0" not in table.names and _EXTRA_WORD.match(line)
-        ):
+        elif (sentence or line[0] != "#" or len(cells) == width) and not (skips and _EXTRA_WORD.match(line)):
             sentence.append(cells)
     if "document" in table.names and not document:
-        raise DataError(f"{path}: has no line -DOCSTART- or `# newdoc`, but `data.columns.group` is document.")
+        raise DataError(f"{path}: has no -DOCSTART- or `# newdoc`, but `columns.group` is document.")

@@ -24,32 +24,32 @@ def write_frames(data: Any, root: Path) -> Path:
     """
     frames = data if isinstance(data, Mapping) else {"train": data}
     if "train" not in frames or not {*frames} <= {*SPLITS}:
-        raise DataError(f"data: the splits must be train and perhaps validation and test, but got {[*frames]}.")
-    tables = {split: _table(frame, split) for split, frame in frames.items()}
+        raise DataError(f"data: the splits must be {', '.join(SPLITS)} or less, but got {[*frames]}.")
+    tables = {split: _table(frames[split], split) for split in SPLITS if split in frames}
     digest = hashlib.blake2b(digest_size=16)
-    for split, table in sorted(tables.items()):
+    for split, table in tables.items():
         digest.update(f"{split} {table.column_names}".encode(errors="surrogatepass"))
         for batch in table.to_batches(max_chunksize=10_000):
-            for row in batch.to_pylist():
-                digest.update(repr(row).encode(errors="surrogatepass"))
-    folder = root / digest.hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
+            digest.update("".join(map(repr, batch.to_pylist())).encode(errors="surrogatepass"))
+    folder = (root / digest.hexdigest()).absolute()
     for split, table in tables.items():
+        folder.mkdir(parents=True, exist_ok=True)
         unfinished = folder / f".{split}-{os.getpid()}"
         pq.write_table(table, unfinished)
         unfinished.replace(folder / f"{split}.parquet")
-    return folder.absolute()
+    return folder
 
 
 def _table(frame: Any, split: str) -> pa.Table:
     if isinstance(frame, pd.DataFrame):
         try:
             return pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata()
-        except pa.ArrowException as error:
-            raise DataError(f"data[{split!r}]: each column must hold one type, but {error}.") from None
+        except (ValueError, TypeError, pa.ArrowException) as error:
+            raise DataError(
+                f"data[{split!r}]: each column must have a name and a type of its own, but {error}."
+            ) from None
     if not isinstance(frame, datasets.Dataset):
-        known = "a pandas DataFrame or a datasets.Dataset"
-        raise DataError(f"data[{split!r}]: must be {known}, but got {type(frame).__name__}.")
+        raise DataError(f"data[{split!r}]: must be a DataFrame or a Dataset, but got {type(frame).__name__}.")
     table = frame.with_format("arrow")[:]
     for column, names in class_names(frame.features).items():
         cells = [class_of_number(cell, names) for cell in table[column].to_pylist()]

@@ -111,14 +111,7 @@ def _own_rows(rows: list[Any], name: str, split: str, tasks: TaskConfigs) -> Ite
         except (TypeError, ValueError) as error:
             yield Row(where, None, [f"must be a value of JSON, but {error}"])
         else:
-            yield _native_row(Row(where, plain), f"{split}-{number}", tasks)
-
-
-def _native_row(row: Row, row_id: str, tasks: TaskConfigs) -> Row:
-    """Return a row with the keys of a data row, with `row_id` if it has no id."""
-    if isinstance(row.row, dict) and row.row.get("id") is None:
-        row.row["id"] = row_id
-    return read_jsonl_row(row, tasks)
+            yield read_jsonl_row(Row(where, plain), f"{split}-{number}", tasks)
 
 
 def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
@@ -135,17 +128,17 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
             readers[split] = Reader(str(path), partial(_labelled_rows, path, split, tasks))
         else:
             table = Table(str(path), split, config.columns, tasks)
-            if config.source == "csv":
-                readers[split] = csv_reader([path], config.csv, table)
-            else:
-                rows = {"jsonl": _flat_rows, "parquet": _parquet_rows, "conll": conll_rows}[config.source or ""]
-                readers[split] = Reader(table.name, partial(rows, path, table))
+            rows = {"jsonl": _flat_rows, "parquet": _parquet_rows, "conll": conll_rows}.get(
+                str(config.source)
+            )
+            of_table = Reader(table.name, partial(rows, path, table)) if rows else None
+            readers[split] = of_table or csv_reader([path], config.csv, table)
     return readers
 
 
 def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[Row]:
-    """Yield the rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text, or
-    conll if that is the study's source.
+    """Yield the rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text,
+    or CoNLL if the column of tokens is a number and the suffix is not txt.
 
     A table may lack the column of ids. `form` is that of the study's csv files; this file may have another.
     Raises DataError if the file cannot be read.
@@ -180,8 +173,8 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _labelled_rows(path: Path, split: str, tasks: TaskConfigs) -> Iterator[Row]:
-    rows = enumerate(_jsonl_rows(path), start=1)
-    return (_native_row(row, f"{split}-{number}", tasks) for number, row in rows)
+    for number, row in enumerate(_jsonl_rows(path), start=1):
+        yield read_jsonl_row(row, f"{split}-{number}", tasks)
 
 
 def _flat_rows(path: Path, table: Table) -> Iterator[Row]:

@@ -17,26 +17,6 @@ _FEWEST, _SHARE = 3, 0.05
 """Smallest number and share of odd spans in a report."""
 
 
-@dataclass(frozen=True)
-class OddSpans:
-    """Many spans of one task with an end inside a word or at a space."""
-
-    num_spans: int
-    """Number of all spans of the task."""
-    num_odd: int
-    row: str
-    """Id of the row of the first odd span."""
-    excerpt: str
-    """The first odd span in brackets, and the text around it."""
-
-    def __str__(self) -> str:
-        share = f"{self.num_odd:,} of {self.num_spans:,} spans ({100 * self.num_odd / self.num_spans:.1f} %)"
-        return (
-            f"{share} begin or end inside a word or at a space, as in `{self.excerpt}` (row `{self.row}`). "
-            "Offsets must count characters from 0, and the end is one past the last character."
-        )
-
-
 @dataclass
 class SpanEnds:
     """Counts of one task's raw spans, with white space at their ends."""
@@ -67,18 +47,20 @@ class SpanEnds:
 
     def warnings(self) -> list[str]:
         """Return sentences about faults of the tags, and about odd spans if there are many."""
-        odd, (num, scheme) = self.odd(), tag_faults(self.tags)
-        faults = (
-            f"{num:,} faults in {self.tags['tags']:,} tags of {scheme}, such as `I-` without a `B-` of its name "
-            "before it. They are read as conlleval and seqeval do: such a tag begins a span."
-        )
-        return [faults] * (num > 0) + [str(odd)] * (odd is not None)
-
-    def odd(self) -> OddSpans | None:
-        """Return the odd spans if there are many."""
-        if self.num_odd < max(_FEWEST, _SHARE * self.num_spans):
-            return None
-        return OddSpans(self.num_spans, self.num_odd, self.row, self.excerpt)
+        warnings, (num, scheme) = [], tag_faults(self.tags)
+        if num:
+            warnings.append(
+                f"{num:,} of {self.tags['tags']:,} tags are faults of {scheme}, such as `I-` without `B-`. They "
+                "are read as conlleval and seqeval read them: such a tag begins a span."
+            )
+        if self.num_odd >= max(_FEWEST, _SHARE * self.num_spans):
+            percent = 100 * self.num_odd / self.num_spans
+            warnings.append(
+                f"{self.num_odd:,} of {self.num_spans:,} spans ({percent:.1f} %) begin or end inside a word or "
+                f"at a space, as in `{self.excerpt}` (row `{self.row}`). Offsets must count characters from 0, "
+                "and the end is one past the last character."
+            )
+        return warnings
 
 
 def _is_odd(text: str, start: int, end: int) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
-from hpo.data.tags import joined_tokens, spans_of_tags
+from hpo.data.tags import spans_of_tags
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
 
@@ -68,8 +68,10 @@ def read_labels(
     return labels
 
 
-def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
-    """Return a row of jsonl with its labels as `read_labels` gives them; the given row may change."""
+def read_jsonl_row(row: Row, row_id: str, tasks: TaskConfigs) -> Row:
+    """Return a row of jsonl with an id, and labels as `read_labels` gives them; the given row may change."""
+    if isinstance(row.row, dict) and row.row.get("id") is None:
+        row.row["id"] = row_id
     if not isinstance(row.row, dict) or not isinstance(row.row.get("labels"), dict):
         return row
     problems: list[str] = []
@@ -77,26 +79,22 @@ def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
     return Row(row.where, row.row, problems) if problems else row
 
 
-def pair_of(first: Any, second: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the `text` and the `segments` of a row with two texts, of which one may be empty or null.
-
-    Raises ValueError if one is no text.
-    """
-    texts = ["" if one is None else one for one in (first, second)]
-    for name, one in zip(names, texts, strict=True):
-        if not isinstance(one, str):
-            raise ValueError(f"`{name}` must be text, but got {shorten(repr(one), 60)}")
-    text = "\n".join(texts)
-    ends = ([0, len(texts[0])], [len(texts[0]) + 1, len(text)])
-    return {"text": text, "segments": dict(zip(names, ends, strict=True))}
-
-
 def row_text(cells: Mapping[str, Any], columns: ColumnsConfig) -> dict[str, Any]:
-    """Return the `text` of a row, and its `segments` if it is a pair. Raises ValueError."""
-    first, *second = columns.texts
-    if second:
-        return pair_of(cells[first], cells[second[0]], columns.texts)
-    return {"text": joined_tokens(_list(cells[first])) if columns.tokens else cells[first]}
+    """Return the `text` of a row, and its `segments` if it is a pair, of which one may be empty or null.
+
+    Raises ValueError if tokens or the texts of a pair are no text.
+    """
+    texts = [cells[name] for name in columns.texts]
+    if not columns.tokens and len(texts) == 1:
+        return {"text": texts[0]}
+    parts = as_list(*texts) if columns.tokens else ["" if one is None else one for one in texts]
+    if others := [one for one in parts if not isinstance(one, str)]:
+        raise ValueError(f"`{'` and `'.join(columns.texts)}` must be text, but got {others[0]!r:.60}")
+    if columns.tokens:
+        return {"text": " ".join(parts)}
+    text, begin = "\n".join(parts), len(parts[0]) + 1
+    segments = dict(zip(columns.texts, ([0, begin - 1], [begin, len(text)]), strict=True))
+    return {"text": text, "segments": segments}
 
 
 class Table:
@@ -159,6 +157,10 @@ class Table:
 
     def row(self, where: str, number: int, cells: Mapping[str, Any], csv: CsvConfig = NO_CSV) -> Row:
         """Return the row of these cells, the `number`-th of its split."""
+        try:
+            text = row_text(cells, self._columns)
+        except ValueError as error:
+            return Row(where, None, [str(error)])
         problems: list[str] = []
         by_task = {}
         for task, column in self._columns.labels.items():
@@ -168,12 +170,21 @@ class Table:
                 problems.append(f"labels.{task}{error}")
         labels = read_labels(by_task, self._tasks, csv, problems)
         spans: dict[str, Any] = {}
-        annotated = set(self._span_names) if self._columns.spans or self._columns.tags else set()
-        for task, column in self._columns.spans.items():
+        columns, tag_counts = self._columns.spans | self._columns.tags, dict[str, Mapping[str, int]]()
+        annotated = set(self._span_names) if columns else set()
+        for task, column in columns.items():
             value, names = cells[column], self._span_names[task]
             if _is_blank(value):
                 annotated.discard(task)
                 continue
+            if task in self._columns.tags:
+                try:
+                    known = self._class_names.get(column, self._tasks[task].classes)
+                    tags, tokens = as_list(value), as_list(cells[self._columns.texts[0]])
+                    value, tag_counts[task] = spans_of_tags(tokens, class_of_number(tags, known), names)
+                except ValueError as error:
+                    problems.append(f"tags.{task}: {str(error).strip()}")
+                    continue
             if isinstance(value, str):
                 try:
                     value = json.loads(value, object_pairs_hook=unique_keys)
@@ -189,30 +200,13 @@ class Table:
                     f"column {column} must be {{name: [[start, end], ...]}}: `{task}` has several span names"
                 )
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
-        row = {"id": row_id, "labels": labels, "spans": spans}
-        tag_counts = {}
-        try:
-            row |= row_text(cells, self._columns)
-        except ValueError as error:
-            return Row(where, None, [*problems, str(error)])
-        for task, column in self._columns.tags.items():
-            if _is_blank(cells[column]):
-                annotated.discard(task)
-                continue
-            names, only = self._class_names.get(column, self._tasks[task].classes), self._span_names[task]
-            try:
-                tags = class_of_number(_list(cells[column]), names)
-                tokens, name = _list(cells[self._columns.texts[0]]), only[0] if len(only) == 1 else None
-                of_task, tag_counts[task] = spans_of_tags(tokens, tags, name)
-                spans |= of_task
-            except ValueError as error:
-                problems.append(f"tags.{task}: {str(error).strip()}")
+        row = {"id": row_id, **text, "labels": labels, "spans": spans}
         if self._columns.group is not None:
             row["group"] = cells[self._columns.group]
         return Row(where, row, problems, frozenset(annotated), tag_counts)
 
 
-def _list(cell: Any) -> Any:
+def as_list(cell: Any) -> list[Any]:
     """Return a list from a cell, in which it may be JSON. Raises ValueError."""
     value = json.loads(cell) if isinstance(cell, str) and cell.startswith("[") else cell
     if not isinstance(value, list | tuple | np.ndarray):

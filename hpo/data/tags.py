@@ -1,19 +1,11 @@
 """Spans of tagged tokens, in every scheme of BIO.
 
-The text of a row is its tokens with one space between them. A tag is `O`, or a prefix and a name: `B-PER`.
+The prefix of a tag such as `B-PER` is B (begin), I or M (inside), L or E (last), or U, S or W (unit). One rule
+reads IOB1, IOB2 (BIO), BILOU, IOBES and BMES: a token continues a span if its prefix is I or L, and the token
+before has the same name and the prefix B or I. Every other token with a name begins a span. It is the rule of
+conlleval, and of seqeval without its mode `strict`: faults are repaired as there.
 
-    prefix                       meaning
-    B                            first token of a span
-    I, M                         a token inside a span
-    L, E                         last token of a span
-    U, S, W                      the only token of a span
-
-One rule reads IOB1, IOB2 (BIO), BILOU, IOBES and BMES: a token continues the span before it if its prefix is
-I or L, and the token before has the same name and the prefix B or I. Every other token with a name begins a
-span. It is the rule of conlleval, and of seqeval without `mode: strict`, so faults are repaired as there.
-
-In IOB1, B stands only between two spans of one name, and I begins all others. The tags are taken for IOB1 if
-no B breaks this, since then both readings are equal.
+In IOB1, B stands only between two spans of one name. Tags without another B, L or U count as IOB1.
 """
 
 import re
@@ -29,22 +21,14 @@ _TAG = re.compile(r"([BIMLEUSW])(?:[-_](.+))?|O", re.DOTALL)
 _PREFIX = {"M": "I", "E": "L", "S": "U", "W": "U"}
 
 
-def joined_tokens(tokens: Sequence[Any]) -> str:
-    """Return the text of tokens. Raises ValueError if one is no text."""
-    for token in tokens:
-        if not isinstance(token, str):
-            raise ValueError(f"a token must be text, but got {shorten(repr(token), 60)}")
-    return " ".join(tokens)
-
-
 def spans_of_tags(
-    tokens: Sequence[str], tags: Sequence[Any], name: str | None = None
+    tokens: Sequence[str], tags: Sequence[Any], names: Sequence[str]
 ) -> tuple[dict[str, list[Offsets]], Counter[str]]:
     """Return the spans of characters by name, and the counts for `tag_faults`.
 
-    `name` is that of tags without one, such as `B`. Raises ValueError for other tags, or another number of
-    tags than tokens.
+    A tag such as `B` has the only one of `names`. Raises ValueError for other tags, or if a token has none.
     """
+    name = names[0] if len(names) == 1 else None
     if len(tags) != len(tokens):
         raise ValueError(f"each token must have a tag, but {len(tokens)} tokens have {len(tags)} tags")
     spans: dict[str, list[Offsets]] = {}

@@ -170,10 +170,10 @@ class TrainedModel(nn.Module):
     ) -> list[Prediction]:
         """Predict each text, in the order of `texts`.
 
-        A model of pairs takes pairs `("first", "second")`. A row of data is a text too: with the columns of the
-        study, or `{"text": ..., "segments": {...}}`; so is each row of a frame or a `datasets.Dataset`. Long
-        texts are cut as in training. A batch has at most `max_tokens` tokens, padding included; the default is the study's,
-        or fewer on a CPU in fp32. With `skip_bad_rows` an unreadable text gets `{}` and a warning.
+        A text may be a row with the columns of the study, or with `text` and `segments`; a pair `(first,
+        second)`; or a list of tokens. Long texts are cut as in training. A batch has at most `max_tokens`
+        tokens, padding included; the default is the study's, or fewer on a CPU in fp32. With `skip_bad_rows` an
+        unreadable text gets `{}` and a warning.
 
         Raises DataError for an unreadable text, RunError if logits are not finite.
         """
@@ -181,8 +181,9 @@ class TrainedModel(nn.Module):
             raise DataError("predict takes a list of texts, but got one text. Write predict([text]).")
         examples: list[Example | None] = []
         bad: list[tuple[str, str]] = []
-        rows = texts.to_dict("records") if isinstance(texts, pd.DataFrame) else texts
-        for i, text in enumerate(rows):
+        if isinstance(texts, pd.DataFrame):
+            texts = texts.astype(object).where(texts.notna(), None).to_dict("records")
+        for i, text in enumerate(texts):
             example, problems = self.example({"text": text} if isinstance(text, str) else text, str(i))
             examples.append(example)
             if problems:
@@ -205,8 +206,8 @@ class TrainedModel(nn.Module):
         `row_id` is the id of a row without one.
         """
         columns, pair = self.columns, self.settings.windowing.pair_segments
-        if isinstance(row, list | tuple) and (pair or columns.tokens):
-            row = dict(zip(columns.texts, row if pair else [row], strict=False))
+        if isinstance(row, list | tuple) and (columns.tokens or len(row) == len(columns.texts) == 2):
+            row = dict(zip(columns.texts, [row] if columns.tokens else row, strict=True))
         if isinstance(row, Mapping):
             given = row.get("id", row.get(columns.id))
             inputs = {key: row[key] for key in ("text", "segments") if key in row}
@@ -215,10 +216,7 @@ class TrainedModel(nn.Module):
             except ValueError as error:
                 return None, [str(error)]
             row = {"id": row_id if given is None else given, **inputs}
-        example, problems = RowChecker((), pair, {}).check(row)
-        if problems and pair and "segments" not in (row if isinstance(row, Mapping) else ()):
-            problems = [f"must be a pair: two texts, or a row with {' and '.join(pair)}, but got {row!r:.99}"]
-        return example, problems
+        return RowChecker((), pair, {}).check(row)
 
     @property
     def columns(self) -> ColumnsConfig:
