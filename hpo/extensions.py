@@ -23,7 +23,7 @@ Pooling = Literal["cls", "mean", "max", "last", "attention"]
 Loss = Literal["auto", "cross_entropy", "bce", "focal", "mse", "huber"]
 Optimizer = Literal["adamw", "adam", "adafactor", "lion", "sgd"]
 Schedule = Literal["linear", "cosine", "constant"]
-Source = Literal["synthetic", "jsonl", "csv", "parquet", "hub"]
+Source = Literal["synthetic", "jsonl", "csv", "parquet", "conll", "hub"]
 Sampler = Literal["tpe", "gp", "nsga2", "random", "grid", "qmc"]
 Pruner = Literal["hyperband", "asha", "median", "percentile", "patient", "promote", "none"]
 

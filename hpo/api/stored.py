@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpo.api.opening import file_error_first, is_path, load_file, trust
+from hpo.api.opening import RUNS, file_error_first, is_path, load_file, trust
 from hpo.code import use_code
 from hpo.config.study_config import StudyConfig, load_study, study_of
-from hpo.errors import NoDatabaseError
+from hpo.errors import InputError, NoDatabaseError
 from hpo.redaction import redact
 from hpo.report.status import study_status
 from hpo.study.reading.reader import read_study
@@ -33,6 +33,19 @@ class StudyResult:
         return asdict(self)
 
 
+def _with_frames(study: Any, frames: Any) -> dict[str, Any]:
+    """Write frames into a folder of the output, and return the study with it as its data."""
+    from hpo.data.frames import write_frames
+
+    data = study.get("data") if isinstance(study, Mapping) else None
+    if not isinstance(data, Mapping) or "tasks" not in data or {"source", "path", "files", "hub"} & {*data}:
+        raise InputError(
+            "`hpo.Study` with `data` takes a mapping with the keys of a study file. Its `data` must have tasks "
+            "and columns, but no source: {tasks: {x: {kind: single_label}}, columns: {labels: {x: class}}}."
+        )
+    return {**study, "data": {**data, "source": "parquet", "path": write_frames(frames, RUNS / "_data")}}
+
+
 class StoredStudy:
     """A study and its database; takes the arguments of `hpo.Study`."""
 
@@ -40,6 +53,7 @@ class StoredStudy:
         self,
         study: str | Path | Mapping[str, Any],
         *,
+        data: Any = None,
         storage: str | None = None,
         trust_code: str | Sequence[str] = (),
         trust_remote_code: bool = False,
@@ -47,6 +61,8 @@ class StoredStudy:
     ) -> None:
         for code in [trust_code] if isinstance(trust_code, str) else trust_code:
             trust(code)
+        if data is not None:
+            study = _with_frames(study, data)
         self._given = study if isinstance(study, Mapping) else None
         self._word = "" if isinstance(study, Mapping) else str(study)
         self._storage, self._trusts, self.quiet = storage, trust_remote_code, quiet

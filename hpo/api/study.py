@@ -84,6 +84,9 @@ class Study(ManagedStudy):
     Args:
         study: a name in `studies/`, the path of a YAML file, the name of a study in the database, or a
             mapping; paths in a mapping are relative to the working folder.
+        data: frames by split, `{"train": frame, "validation": frame}`, each a pandas DataFrame or a
+            `datasets.Dataset`. `study` is then a mapping, and its `data` has `tasks` and `columns` alone. The
+            rows are written to `runs/_data`.
         storage: the URL of the database; None: `HPO_STORAGE`, else `sqlite:///runs/hpo.db`.
         trust_code: files or modules of this machine that a study in the database may run.
         trust_remote_code: let a study in the database run the code of its encoder.

@@ -67,7 +67,8 @@ class TaskConfig(CheckedSection):
     kind: Annotated[str, BeforeValidator(_kind)]
     """One of `hpo.tasks.kind.KINDS`."""
     classes: Names | None = None
-    """Classes of single_label and multi_label. Default: those of the training rows."""
+    """Classes of single_label and multi_label. Default: those of the training rows. For a column of tags that
+    holds numbers: the tags 0, 1, ..."""
     span_names: Names | None = None
     """Names of the spans of a task. Default for span_per_label: the classes."""
     evidence_for: str | None = None
@@ -130,21 +131,49 @@ class FilesConfig(Section):
     test: StudyPath | None = None
 
 
-class ColumnsConfig(Section):
-    """Columns of csv, parquet and hub."""
+def _texts(value: Any) -> Any:
+    if isinstance(value, list | tuple) and len(value) == 2 and value[0] != value[1]:
+        return tuple(value)
+    if not isinstance(value, str):
+        raise ValueError(f"must be a column, or [first, second] for pairs of texts, but got {show(value)}.")
+    return value
+
+
+Column = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+
+
+class ColumnsConfig(CheckedSection):
+    """Columns of csv, parquet and hub, flat keys of jsonl, or numbered columns of conll."""
 
     id: str | None = None
     """Column with a unique id. Default: the number of the row."""
-    text: str = "text"
-    """Column with the text."""
+    text: Annotated[str | tuple[str, str], BeforeValidator(_texts)] = "text"
+    """Column with the text, or two columns with a pair of texts: `[premise, hypothesis]`."""
     group: str | None = None
     """Column with the group, as text or a whole number: the same for rows of one author, patient or document.
-    They stay in one split, and are one piece of evidence. A row with an empty cell is its own group."""
+    They stay in one split, and are one piece of evidence. A row with an empty cell is its own group. For
+    conll: `document`, the sentences after a line of -DOCSTART- or `# newdoc`."""
+    tokens: Column | None = None
+    """Column with a list of tokens, instead of `text`: the text is the tokens with one space between them."""
+    tags: dict[str, Column] = Field(default_factory=dict)
+    """Task to column with a list of tags, one for each token: BIO, IOB1, IOB2, BILOU or IOBES."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Task to column. A cell has a class or number, or several classes: a list or `a|b`."""
     spans: dict[str, str] = Field(default_factory=dict)
     """Task to column of spans: `{name: [[start, end], ...]}`, or `[[start, end], ...]` for one span name. A
     span is the characters `text[start:end]`: counts start at 0, and `end` is excluded."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Columns with the text of a row."""
+        return (self.tokens or self.text,) if isinstance(self.text, str) else self.text
+
+    def problems(self) -> Iterator[Problem]:
+        if isinstance(self.text, tuple) and (self.spans or self.tokens):
+            message = "must be one column with spans or tokens. Spans in pairs need `pair_segments` of jsonl."
+            yield Problem(("text",), message)
+        if (self.tags and not self.tokens) or (self.tokens and self.text != "text"):
+            yield Problem(("tokens",), "must be given with `tags`, and replaces `text`.")
 
 
 def _one_character(given: str) -> str:
@@ -237,10 +266,10 @@ class SourceConfig(CheckedSection):
     OWN: ClassVar[str] = "of your own code"
     SOURCES_OF: ClassVar[dict[str, tuple[str, ...]]] = {
         "synthetic": ("synthetic",),
-        "path": ("jsonl", "csv", "parquet"),
-        "files": ("jsonl", "csv", "parquet"),
-        "tasks": ("jsonl", "csv", "parquet", "hub", OWN),
-        "columns": ("csv", "parquet", "hub"),
+        "path": ("jsonl", "csv", "parquet", "conll"),
+        "files": ("jsonl", "csv", "parquet", "conll"),
+        "tasks": ("jsonl", "csv", "parquet", "conll", "hub", OWN),
+        "columns": ("jsonl", "csv", "parquet", "conll", "hub"),
         "csv": ("csv", "hub"),
         "hub": ("hub",),
         "options": (OWN,),
@@ -250,13 +279,13 @@ class SourceConfig(CheckedSection):
     source: Annotated[Source, or_own(_is_own_source)] | None = None
     """Kind of source. Required without `sources`."""
     path: StudyPath | None = None
-    """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."""
+    """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet, conll)."""
     files: FilesConfig = Field(default_factory=FilesConfig)
     """Files with other names than `train`, `validation` and `test`."""
     tasks: Path | dict[str, Any] | None = None
     """Tasks: a path, or `{task: {kind: ..., classes: [...]}}`. Default: the `tasks.json` in `path`."""
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
-    """Names of columns (csv, parquet, hub)."""
+    """Names of columns (csv, parquet, hub) or flat keys (jsonl); numbers of columns (conll)."""
     csv: CsvConfig = Field(default_factory=CsvConfig)
     """Format of csv files (csv, and csv files of hub)."""
     hub: HubConfig | None = None
@@ -310,7 +339,8 @@ class SourceConfig(CheckedSection):
         for key in self.unread_keys(self.source):
             if not self.is_default(key):
                 sources = ", ".join(self.SOURCES_OF[key])
-                yield Problem((key,), f"is read with source {sources}, but the source is {self.source}.")
+                message = f"is read with source {sources}, but the source is {self.source}."
+                yield Problem((key,), message + _TWO_COLUMNS * (key == "pair_segments"))
         if self.source in self.SOURCES_OF["path"] and self.path is None:
             if self.files.train is None:
                 yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
@@ -320,6 +350,12 @@ class SourceConfig(CheckedSection):
         for key in ("hub", "tasks") if self.source == "hub" else ("tasks",) if is_own else ():
             if getattr(self, key) is None:
                 yield Problem((key,), f"must be given for source {self.source}.")
+        if self.source == "conll":
+            columns, numbers = self.columns, [self.columns.tokens or "", *self.columns.tags.values()]
+            others = [columns.id, *columns.labels, *columns.spans, columns.group not in (None, "document")]
+            if not columns.tags or any(others) or not all(re.fullmatch(r"-?\d+", one) for one in numbers):
+                message = "must be as {tokens: 0, tags: {TASK: -1}, group: document} for conll, in numbers."
+                yield Problem(("columns",), message)
         if self.validation_fraction + self.test_fraction >= 1:
             yield Problem(("test_fraction",), "validation and test must leave a part for training.")
 
@@ -327,6 +363,9 @@ class SourceConfig(CheckedSection):
         """Return `dumped`, this section as JSON, without keys of other sources."""
         unread = self.unread_keys(self.source or "")
         return {key: value for key, value in dumped.items() if key not in unread}
+
+
+_TWO_COLUMNS = " Two columns of texts are `columns: {text: [first, second]}`."
 
 
 class NamedSource(SourceConfig):
@@ -353,7 +392,7 @@ class DataConfig(SourceConfig):
     """Overlap of windows in tokens, at most half of `max_length`. Default: a quarter of `max_length`, at most
     64."""
     pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = None
-    """Two named segments of the text, to be encoded as a pair (jsonl)."""
+    """Two named segments of the text, to be encoded as a pair (jsonl). For two columns see `columns.text`."""
     sources: Annotated[tuple[NamedSource, ...], Field(strict=False)] = ()
     """Several data sets, each with its tasks. A shared task with the same labels is one task."""
 
@@ -361,7 +400,15 @@ class DataConfig(SourceConfig):
         """Return the overlap of windows of `max_length` tokens."""
         return min(64, max_length // 4) if self.stride is None else self.stride
 
+    @property
+    def pair(self) -> tuple[str, str] | None:
+        """Names of the two texts of a row: the columns or the segments, if texts are pairs."""
+        texts = (one.columns.text for one in (self, *self.sources))
+        return next((one for one in texts if isinstance(one, tuple)), self.pair_segments)
+
     def problems(self) -> Iterator[Problem]:
+        if self.pair_segments not in (None, self.pair):
+            yield Problem(("pair_segments",), f"must be left out beside columns.{_TWO_COLUMNS}")
         if not self.sources:
             yield from super().problems()
             return
@@ -374,7 +421,7 @@ class DataConfig(SourceConfig):
                 yield Problem(("sources", index, "name"), f"{show(one.name)} is there twice. Rename one.")
             if self.pair_segments and one.source != "jsonl":
                 message = f"is read with source jsonl, but the source {show(one.name)} is {one.source}."
-                yield Problem(("pair_segments",), message)
+                yield Problem(("pair_segments",), message + _TWO_COLUMNS)
 
     def read_by(self, dumped: dict[str, Any]) -> dict[str, Any]:
         if not self.sources:

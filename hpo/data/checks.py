@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerBase
 from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.data.groups import evidence_groups, normalised, text_keys
-from hpo.data.span_ends import OddSpans
 from hpo.data.token_cache import load_tokenized
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, kind_of
@@ -66,6 +65,8 @@ class TaskFacts:
     """True if the classes come from the training rows, not from a declaration."""
     metrics: tuple[str, ...] = ()
     """The primary one first."""
+    span_warnings: Sequence[str] = ()
+    """Sentences about spans with probably wrong ends, and about faults of tags."""
     num_rows: dict[str, int] = field(default_factory=dict)
     """Number of rows of the sources with this task: all rows of a single source."""
     num_annotated: dict[str, int] = field(default_factory=dict)
@@ -76,8 +77,6 @@ class TaskFacts:
     """Number of rows of each class, or of spans of each span name; 0 included."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """Minimum, mean, std and maximum of a regression's targets."""
-    odd_spans: OddSpans | None = None
-    """Spans with an end inside a word or at a space, if there are many."""
 
     @property
     def counts_spans(self) -> bool:
@@ -107,7 +106,7 @@ def data_facts(dataset: DataSet) -> DataFacts:
     tasks = [
         TaskFacts(
             *(task.name, task.kind, task.labels, task.is_inferred, task.metrics),
-            odd_spans=dataset.odd_spans(task.name),
+            span_warnings=dataset.span_warnings(task.name),
         )
         for task in dataset.tasks
     ]
@@ -235,7 +234,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     for task in data.tasks:
         advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
         advice += [*_similar_classes(task), *_inferred_classes(task), *_equal_numbers(task)]
-        advice += [f"`{task.name}`: {task.odd_spans}"] if task.odd_spans else []
+        advice += [f"`{task.name}`: {warning}" for warning in task.span_warnings]
     return advice
 
 
@@ -246,8 +245,7 @@ def study_lengths(config: StudyConfig) -> list[int]:
 
 
 def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[str]:
-    sources = {one.source for one in (config.data, *config.data.sources)}
-    tables = sources.intersection(config.data.SOURCES_OF["columns"])
+    tables = [one for one in (config.data, *config.data.sources) if not one.is_default("columns")]
     where = " (`columns.group` in `data` names its column)" if tables else ""
     for leak in data.leaks:
         rows = data.splits[leak.split].num_rows

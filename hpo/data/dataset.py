@@ -23,7 +23,7 @@ from hpo.data.examples import RowChecker, problem_list
 from hpo.data.groups import groups_of
 from hpo.data.hub import hub_readers
 from hpo.data.sources import SPLITS, Reader, file_readers, located, nearest_file, own_readers
-from hpo.data.span_ends import OddSpans, SpanEnds
+from hpo.data.span_ends import SpanEnds
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError, InputError, did_you_mean
@@ -50,15 +50,15 @@ class DataSet:
     sources: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By split, the number of rows of each source, in the order of the rows. Empty: a single source."""
     span_ends: Mapping[str, SpanEnds] = field(default_factory=dict)
-    """Counts of the raw spans of each task, in all splits."""
+    """Counts of the raw spans and tags of each task, in all splits."""
 
     def evidence_groups(self, split: str) -> list[int]:
         """Return the group of each row of a split, in order, as `hpo.data.groups` numbers them."""
         return groups_of(self.splits[split])
 
-    def odd_spans(self, task: str) -> OddSpans | None:
-        """Return the spans of a task with an end inside a word or at a space, if there are many."""
-        return self.span_ends[task].odd() if task in self.span_ends else None
+    def span_warnings(self, task: str) -> list[str]:
+        """Return sentences about spans that are probably wrong, see `hpo.data.span_ends`."""
+        return self.span_ends[task].warnings() if task in self.span_ends else []
 
 
 def load_data(config: DataConfig) -> DataSet:
@@ -69,28 +69,28 @@ def load_data(config: DataConfig) -> DataSet:
     if config.source == NO_DATA:
         raise InputError(NEEDS_DATA)
     if not config.sources:
-        return _load_source(config, config.pair_segments)
+        return _load_source(config, config.pair)
     loaded = {}
     for source in config.sources:
         try:
-            loaded[source.name] = _renamed(_load_source(source, config.pair_segments), source)
+            loaded[source.name] = _renamed(_load_source(source, config.pair), source)
         except DataError as error:
             raise DataError(f"source `{source.name}`: {error}") from None
     return _joined(loaded)
 
 
-def _load_source(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSet:
+def _load_source(config: SourceConfig, pair: tuple[str, str] | None) -> DataSet:
     if config.source == "synthetic":
         return _generate(config)
     try:
-        return _load(located(config), pair_segments)
+        return _load(located(config), pair)
     except OSError as error:
         raise DataError(
             f"{error.filename or config.path}: cannot be read: {error.strerror or error}."
         ) from None
 
 
-def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSet:
+def _load(config: SourceConfig, pair: tuple[str, str] | None) -> DataSet:
     configs, where, ignored = _read_tasks(config)
     if config.source in SOURCES:
         readers = own_readers(config, configs)
@@ -102,7 +102,7 @@ def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSe
         replace(task, is_inferred=configs[task.name].has_classes and configs[task.name].classes is None)
         for task in make_tasks(_with_inferred_classes(configs, readers["train"]), where)
     )
-    checker = RowChecker(tasks, pair_segments, ignored)
+    checker = RowChecker(tasks, pair, ignored)
     splits = _checked(readers, checker)
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
@@ -288,6 +288,8 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
                     wrong = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
                 else:
                     splits[split].append(example)
+                    for task, counts in row.tag_counts.items():
+                        checker.span_ends[task].tags.update(counts)
             problems += [(row.where, problem) for problem in wrong]
     if problems:
         raise _bad_rows(problems)

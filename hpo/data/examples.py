@@ -144,12 +144,14 @@ class RowChecker:
     def _segments(self, given: object, text: str, problems: list[str]) -> dict[str, Offsets]:
         segments: dict[str, Offsets] = {}
         for name, pair in _items("segments", given, "name: [start, end]", problems):
-            if span := _span(f"segments.{name}", pair, text, problems):
+            if span := _span(f"segments.{name}", pair, text, problems, is_segment=True):
                 segments[str(name)] = span
         for name in self._pair_segments:
             if name not in segments and not (isinstance(given, dict) and given.get(name) is not None):
                 hint = did_you_mean(name, sorted(segments))
-                problems.append(f"`segments` must have `{name}` (data.pair_segments names it).{hint}")
+                problems.append(
+                    f"`segments` must have `{name}` (data.pair_segments or columns.text names it).{hint}"
+                )
         return segments
 
 
@@ -183,12 +185,16 @@ def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[
     return ()
 
 
-def _span(where: str, pair: object, text: str, problems: list[str]) -> Offsets | None:
+def _span(
+    where: str, pair: object, text: str, problems: list[str], *, is_segment: bool = False
+) -> Offsets | None:
     pair = _offsets(pair)
     if not isinstance(pair, list | tuple) or [type(offset) for offset in pair] != [int, int]:
         problems.append(f"{where}: a span must be [start, end] in whole characters, but got {_show(pair)}")
         return None
     start, end = pair
+    if is_segment and 0 <= start <= end <= len(text):
+        return start, end  # as the tokenizer gets it: with white space at its ends, or empty
     if not 0 <= start < end <= len(text):
         num_bytes = len(text.encode(errors="surrogatepass"))
         hint = "" if text.isascii() else f" (spans count characters, not its {num_bytes} bytes)"

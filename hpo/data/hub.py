@@ -15,7 +15,7 @@ import datasets
 
 from hpo.config.data_config import HubConfig, SourceConfig
 from hpo.data.sources import SPLITS, Reader, csv_reader
-from hpo.data.tables import Row, Table, TaskConfigs
+from hpo.data.tables import Row, Table, TaskConfigs, class_names
 from hpo.errors import DataError, did_you_mean, shorten
 
 _logger = logging.getLogger("hpo.data")
@@ -49,8 +49,8 @@ def hub_readers(config: SourceConfig, hub: HubConfig, tasks: TaskConfigs) -> dic
     for split in SPLITS:
         name = splits.get(split, split)
         if name in loaded:
-            class_names = _class_names(builder.info.features if files else loaded[name].features)
-            table = Table(f"{hub.name}[{name}]", split, config.columns, tasks, class_names)
+            classes = class_names(builder.info.features if files else loaded[name].features)
+            table = Table(f"{hub.name}[{name}]", split, config.columns, tasks, classes)
             if files:
                 readers[split] = csv_reader(files[name], config.csv, table)
             else:
@@ -86,15 +86,6 @@ def _csv_files(builder: Any) -> dict[str, list[Path]]:
     manager = datasets.DownloadManager()
     downloaded = manager.download_and_extract(builder.config.data_files)
     return {str(split): [*map(Path, manager.iter_files(urls))] for split, urls in downloaded.items()}
-
-
-def _class_names(features: Any) -> dict[str, list[str]]:
-    """Return the classes of columns with numbers in their place."""
-    names = {
-        column: getattr(getattr(feature, "feature", feature), "names", None)
-        for column, feature in (features or {}).items()
-    }
-    return {column: list(classes) for column, classes in names.items() if classes}
 
 
 def _hub_rows(loaded: Any, table: Table) -> Iterator[Row]:

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, SourceConfig
+from hpo.data.conll import conll_rows
 from hpo.data.tables import Row, Table, TaskConfigs, read_jsonl_row, unique_keys
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.extensions import SOURCES
@@ -110,12 +111,11 @@ def _own_rows(rows: list[Any], name: str, split: str, tasks: TaskConfigs) -> Ite
         except (TypeError, ValueError) as error:
             yield Row(where, None, [f"must be a value of JSON, but {error}"])
         else:
-            with_id = {"id": f"{split}-{number}", **plain} if isinstance(plain, dict) else plain
-            yield read_jsonl_row(Row(where, with_id), tasks)
+            yield read_jsonl_row(Row(where, plain), f"{split}-{number}", tasks)
 
 
 def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
-    """Return the readers of jsonl, csv or parquet files."""
+    """Return the readers of jsonl, csv, parquet or conll files."""
     readers: dict[str, Reader] = {}
     for split in SPLITS:
         given = getattr(config.files, split)
@@ -124,18 +124,21 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
-        if config.source == "jsonl":
-            readers[split] = Reader(str(path), partial(_labelled_rows, path, tasks))
+        if config.source == "jsonl" and config.is_default("columns"):
+            readers[split] = Reader(str(path), partial(_labelled_rows, path, split, tasks))
         else:
             table = Table(str(path), split, config.columns, tasks)
-            is_parquet = config.source == "parquet"
-            parquet = Reader(table.name, partial(_parquet_rows, path, table))
-            readers[split] = parquet if is_parquet else csv_reader([path], config.csv, table)
+            rows = {"jsonl": _flat_rows, "parquet": _parquet_rows, "conll": conll_rows}.get(
+                str(config.source)
+            )
+            of_table = Reader(table.name, partial(rows, path, table)) if rows else None
+            readers[split] = of_table or csv_reader([path], config.csv, table)
     return readers
 
 
 def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[Row]:
-    """Yield the rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text.
+    """Yield the rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text,
+    or CoNLL if the column of tokens is a number and the suffix is not txt.
 
     A table may lack the column of ids. `form` is that of the study's csv files; this file may have another.
     Raises DataError if the file cannot be read.
@@ -146,9 +149,11 @@ def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[R
             case suffix if suffix in JSON_LINES:
                 yield from _jsonl_rows(path)
             case ".csv":
-                yield from _csv_rows({path: detected_form(path, form, [columns.text])}, table)
+                yield from _csv_rows({path: detected_form(path, form, columns.texts)}, table)
             case ".parquet":
                 yield from _parquet_rows(path, table)
+            case suffix if suffix != ".txt" and (columns.tokens or "").lstrip("-").isdecimal():
+                yield from conll_rows(path, table)
             case _:
                 yield from _lines(path)
     except OSError as error:
@@ -167,8 +172,20 @@ def _lines(path: Path) -> Iterator[Row]:
             yield Row(f"{path}:{number}", None, [f"must be UTF-8, but {error}"])
 
 
-def _labelled_rows(path: Path, tasks: TaskConfigs) -> Iterator[Row]:
-    return (read_jsonl_row(row, tasks) for row in _jsonl_rows(path))
+def _labelled_rows(path: Path, split: str, tasks: TaskConfigs) -> Iterator[Row]:
+    for number, row in enumerate(_jsonl_rows(path), start=1):
+        yield read_jsonl_row(row, f"{split}-{number}", tasks)
+
+
+def _flat_rows(path: Path, table: Table) -> Iterator[Row]:
+    """Yield the rows of jsonl with columns as keys. A row may lack a key, as if it were null, but not all."""
+    keys: dict[str, None] = {}
+    for number, row in enumerate(_jsonl_rows(path), start=1):
+        if isinstance(row.row, dict):
+            keys |= dict.fromkeys(row.row)
+            row = table.row(row.where, number, dict.fromkeys(table.names) | row.row)
+        yield row
+    table.check([*keys])
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:

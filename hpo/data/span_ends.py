@@ -8,30 +8,13 @@ Korean, Arabic and Hebrew write particles without a space beside a word. A chang
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hpo.data.tags import tag_faults
 
 _FEWEST, _SHARE = 3, 0.05
 """Smallest number and share of odd spans in a report."""
-
-
-@dataclass(frozen=True)
-class OddSpans:
-    """Many spans of one task with an end inside a word or at a space."""
-
-    num_spans: int
-    """Number of all spans of the task."""
-    num_odd: int
-    row: str
-    """Id of the row of the first odd span."""
-    excerpt: str
-    """The first odd span in brackets, and the text around it."""
-
-    def __str__(self) -> str:
-        share = f"{self.num_odd:,} of {self.num_spans:,} spans ({100 * self.num_odd / self.num_spans:.1f} %)"
-        return (
-            f"{share} begin or end inside a word or at a space, as in `{self.excerpt}` (row `{self.row}`). "
-            "Offsets must count characters from 0, and the end is one past the last character."
-        )
 
 
 @dataclass
@@ -44,6 +27,8 @@ class SpanEnds:
     row: str = ""
     """Id of the row of the first odd span."""
     excerpt: str = ""
+    tags: Counter[str] = field(default_factory=Counter)
+    """Counts of the tags that the spans come from, see `hpo.data.tags`."""
 
     def add(self, row_id: str, text: str, start: int, end: int) -> None:
         self.num_spans += 1
@@ -58,12 +43,24 @@ class SpanEnds:
             self.row, self.excerpt = other.row, other.excerpt
         self.num_spans += other.num_spans
         self.num_odd += other.num_odd
+        self.tags.update(other.tags)
 
-    def odd(self) -> OddSpans | None:
-        """Return the odd spans if there are many."""
-        if self.num_odd < max(_FEWEST, _SHARE * self.num_spans):
-            return None
-        return OddSpans(self.num_spans, self.num_odd, self.row, self.excerpt)
+    def warnings(self) -> list[str]:
+        """Return sentences about faults of the tags, and about odd spans if there are many."""
+        warnings, (num, scheme) = [], tag_faults(self.tags)
+        if num:
+            warnings.append(
+                f"{num:,} of {self.tags['tags']:,} tags are faults of {scheme}, such as `I-` without `B-`. They "
+                "are read as conlleval and seqeval read them: such a tag begins a span."
+            )
+        if self.num_odd >= max(_FEWEST, _SHARE * self.num_spans):
+            percent = 100 * self.num_odd / self.num_spans
+            warnings.append(
+                f"{self.num_odd:,} of {self.num_spans:,} spans ({percent:.1f} %) begin or end inside a word or "
+                f"at a space, as in `{self.excerpt}` (row `{self.row}`). Offsets must count characters from 0, "
+                "and the end is one past the last character."
+            )
+        return warnings
 
 
 def _is_odd(text: str, start: int, end: int) -> bool:

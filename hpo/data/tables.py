@@ -17,11 +17,15 @@ a single span name, [[start, end], ...]; a table may hold them as JSON. Class na
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
+from hpo.data.tags import spans_of_tags
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
 
@@ -39,6 +43,8 @@ class Row:
     problems: Sequence[str] = ()
     span_tasks: frozenset[str] | None = None
     """Span tasks with a truth in this row; None: all, if it has spans."""
+    tag_counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By task, the counts of `spans_of_tags`."""
 
 
 def read_labels(
@@ -62,13 +68,33 @@ def read_labels(
     return labels
 
 
-def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
-    """Return a row of jsonl with its labels as `read_labels` gives them; the given row may change."""
+def read_jsonl_row(row: Row, row_id: str, tasks: TaskConfigs) -> Row:
+    """Return a row of jsonl with an id, and labels as `read_labels` gives them; the given row may change."""
+    if isinstance(row.row, dict) and row.row.get("id") is None:
+        row.row["id"] = row_id
     if not isinstance(row.row, dict) or not isinstance(row.row.get("labels"), dict):
         return row
     problems: list[str] = []
     row.row["labels"] = read_labels(row.row["labels"], tasks, NO_CSV, problems)
     return Row(row.where, row.row, problems) if problems else row
+
+
+def row_text(cells: Mapping[str, Any], columns: ColumnsConfig) -> dict[str, Any]:
+    """Return the `text` of a row, and its `segments` if it is a pair, of which one may be empty or null.
+
+    Raises ValueError if tokens or the texts of a pair are no text.
+    """
+    texts = [cells[name] for name in columns.texts]
+    if not columns.tokens and len(texts) == 1:
+        return {"text": texts[0]}
+    parts = as_list(*texts) if columns.tokens else ["" if one is None else one for one in texts]
+    if others := [one for one in parts if not isinstance(one, str)]:
+        raise ValueError(f"`{'` and `'.join(columns.texts)}` must be text, but got {others[0]!r:.60}")
+    if columns.tokens:
+        return {"text": " ".join(parts)}
+    text, begin = "\n".join(parts), len(parts[0]) + 1
+    segments = dict(zip(columns.texts, ([0, begin - 1], [begin, len(text)]), strict=True))
+    return {"text": text, "segments": segments}
 
 
 class Table:
@@ -98,7 +124,8 @@ class Table:
             if KINDS[config.kind].in_spans
         }
         with_labels = [task for task in self._tasks if task not in self._span_names]
-        for key, known in (("labels", with_labels), ("spans", list(self._span_names))):
+        in_spans = list(self._span_names)
+        for key, known in (("labels", with_labels), ("spans", in_spans), ("tags", in_spans)):
             for task in getattr(columns, key):
                 if task not in known:
                     hint = did_you_mean(task, known)
@@ -108,7 +135,8 @@ class Table:
     def names(self) -> list[str]:
         """Columns to read."""
         columns = self._columns
-        names = (columns.id, columns.text, columns.group, *columns.labels.values(), *columns.spans.values())
+        by_task = (columns.labels, columns.spans, columns.tags)
+        names = (columns.id, *columns.texts, columns.group, *chain.from_iterable(map(dict.values, by_task)))
         return [name for name in dict.fromkeys(names) if name is not None]
 
     def check(self, header: Sequence[str]) -> None:
@@ -129,21 +157,34 @@ class Table:
 
     def row(self, where: str, number: int, cells: Mapping[str, Any], csv: CsvConfig = NO_CSV) -> Row:
         """Return the row of these cells, the `number`-th of its split."""
+        try:
+            text = row_text(cells, self._columns)
+        except ValueError as error:
+            return Row(where, None, [str(error)])
         problems: list[str] = []
         by_task = {}
         for task, column in self._columns.labels.items():
             try:
-                by_task[task] = _class_of_number(cells[column], self._class_names.get(column))
+                by_task[task] = class_of_number(cells[column], self._class_names.get(column))
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
         labels = read_labels(by_task, self._tasks, csv, problems)
         spans: dict[str, Any] = {}
-        annotated = set(self._span_names) if self._columns.spans else set()
-        for task, column in self._columns.spans.items():
+        columns, tag_counts = self._columns.spans | self._columns.tags, dict[str, Mapping[str, int]]()
+        annotated = set(self._span_names) if columns else set()
+        for task, column in columns.items():
             value, names = cells[column], self._span_names[task]
             if _is_blank(value):
                 annotated.discard(task)
                 continue
+            if task in self._columns.tags:
+                try:
+                    known = self._class_names.get(column, self._tasks[task].classes)
+                    tags, tokens = as_list(value), as_list(cells[self._columns.texts[0]])
+                    value, tag_counts[task] = spans_of_tags(tokens, class_of_number(tags, known), names)
+                except ValueError as error:
+                    problems.append(f"tags.{task}: {str(error).strip()}")
+                    continue
             if isinstance(value, str):
                 try:
                     value = json.loads(value, object_pairs_hook=unique_keys)
@@ -159,10 +200,18 @@ class Table:
                     f"column {column} must be {{name: [[start, end], ...]}}: `{task}` has several span names"
                 )
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
-        row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
+        row = {"id": row_id, **text, "labels": labels, "spans": spans}
         if self._columns.group is not None:
             row["group"] = cells[self._columns.group]
-        return Row(where, row, problems, frozenset(annotated))
+        return Row(where, row, problems, frozenset(annotated), tag_counts)
+
+
+def as_list(cell: Any) -> list[Any]:
+    """Return a list from a cell, in which it may be JSON. Raises ValueError."""
+    value = json.loads(cell) if isinstance(cell, str) and cell.startswith("[") else cell
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise ValueError(f"tokens and tags must be lists, but got {shorten(repr(cell), 60)}")
+    return [*value]
 
 
 def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -174,7 +223,16 @@ def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
+def class_names(features: Any) -> dict[str, list[str]]:
+    """Return the classes of columns with numbers in their place, from the features of `datasets`."""
+    names = {
+        column: getattr(getattr(feature, "feature", feature), "names", None)
+        for column, feature in (features or {}).items()
+    }
+    return {column: list(classes) for column, classes in names.items() if classes}
+
+
+def class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
     """Return the class of a number in a data set of the hub, and None for -1.
 
     Raises ValueError for a cell that is neither a number nor a name of a class.
@@ -182,7 +240,7 @@ def _class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
     if names is None or _is_blank(cell) or cell in names:
         return cell
     if isinstance(cell, list):
-        return [_class_of_number(one, names) for one in cell]
+        return [class_of_number(one, names) for one in cell]
     try:
         number = float(cell)  # pandas writes 1.0 to csv if the column has an empty cell
     except (TypeError, ValueError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -24,8 +25,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
 from hpo.code import name_code
+from hpo.config.data_config import ColumnsConfig
 from hpo.data.batches import evaluation_batches
 from hpo.data.examples import RowChecker, problem_list
+from hpo.data.tables import row_text
 from hpo.data.tokenization import tokenize_chunks
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
@@ -160,16 +163,17 @@ class TrainedModel(nn.Module):
 
     def predict(
         self,
-        texts: Sequence[str | Mapping[str, Any]],
+        texts: Sequence[str | Sequence[str] | Mapping[str, Any]] | pd.DataFrame,
         *,
         max_tokens: int | None = None,
         skip_bad_rows: bool = False,
     ) -> list[Prediction]:
         """Predict each text, in the order of `texts`.
 
-        With `pair_segments`, a text is a row of data: `{"text": ..., "segments": {...}}`. Long texts are cut
-        as in training. A batch has at most `max_tokens` tokens, padding included; the default is the study's,
-        or fewer on a CPU in fp32. With `skip_bad_rows` an unreadable text gets `{}` and a warning.
+        A text may be a row with the columns of the study, or with `text` and `segments`; a pair `(first,
+        second)`; or a list of tokens. Long texts are cut as in training. A batch has at most `max_tokens`
+        tokens, padding included; the default is the study's, or fewer on a CPU in fp32. With `skip_bad_rows` an
+        unreadable text gets `{}` and a warning.
 
         Raises DataError for an unreadable text, RunError if logits are not finite.
         """
@@ -177,6 +181,8 @@ class TrainedModel(nn.Module):
             raise DataError("predict takes a list of texts, but got one text. Write predict([text]).")
         examples: list[Example | None] = []
         bad: list[tuple[str, str]] = []
+        if isinstance(texts, pd.DataFrame):
+            texts = texts.astype(object).where(texts.notna(), None).to_dict("records")
         for i, text in enumerate(texts):
             example, problems = self.example({"text": text} if isinstance(text, str) else text, str(i))
             examples.append(example)
@@ -199,10 +205,25 @@ class TrainedModel(nn.Module):
 
         `row_id` is the id of a row without one.
         """
+        columns, pair = self.columns, self.settings.windowing.pair_segments
+        if isinstance(row, list | tuple) and (columns.tokens or len(row) == len(columns.texts) == 2):
+            row = dict(zip(columns.texts, [row] if columns.tokens else row, strict=True))
         if isinstance(row, Mapping):
+            given = row.get("id", row.get(columns.id))
             inputs = {key: row[key] for key in ("text", "segments") if key in row}
-            row = {"id": row_id if row.get("id") is None else row["id"], **inputs}
-        return RowChecker((), self.settings.windowing.pair_segments, {}).check(row)
+            try:
+                inputs = row_text(row, columns) if {*columns.texts} <= row.keys() else inputs
+            except ValueError as error:
+                return None, [str(error)]
+            row = {"id": row_id if given is None else given, **inputs}
+        return RowChecker((), pair, {}).check(row)
+
+    @property
+    def columns(self) -> ColumnsConfig:
+        """The columns of `id` and the texts in tables: those of the study, or the names of its segments."""
+        names = {key: name for key, name in self.settings.columns.items() if name is not None}
+        pair = self.settings.windowing.pair_segments
+        return ColumnsConfig.model_validate(names | ({"text": pair} if pair else {}))
 
     def predict_examples(
         self, examples: Sequence[Example], *, max_tokens: int | None = None

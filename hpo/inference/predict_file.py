@@ -2,7 +2,7 @@
 
 A predicted row is a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `scores: {task: {class: probability}}`, so it can be read as data again. A table has a column for each task:
-`labels.<task>`, `spans.<task>`, `scores.<task>`.
+`labels.<task>`, `spans.<task>`, `scores.<task>`, and for a pair of texts a column for each.
 """
 
 import csv
@@ -19,9 +19,9 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hpo.config.data_config import ColumnsConfig, CsvConfig
+from hpo.config.data_config import CsvConfig
 from hpo.data.examples import problem_list
-from hpo.data.sources import JSON_LINES, nearest_file, text_rows
+from hpo.data.sources import nearest_file, text_rows
 from hpo.device import limit_threads, probe_device
 from hpo.errors import DataError, InputError
 from hpo.inference.model import Prediction, TrainedModel
@@ -80,7 +80,7 @@ def predict_file(
     _logger.info("predicting %d texts", len(examples))
     rows = _predicted_rows(model, examples)
     if output is not None:
-        write_predictions(output, rows, model.tasks)
+        write_predictions(output, rows, model.tasks, model.settings.windowing.pair_segments or ("text",))
         _logger.info("%d predictions are in %s.", len(examples), output)
     return FilePredictions(len(examples), [": ".join(one) for one in bad], rows, output)
 
@@ -98,16 +98,9 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file.{nearest_file(path)}")
-    if (pair := model.settings.windowing.pair_segments) and path.suffix.lower() not in JSON_LINES:
-        raise DataError(
-            f"{path}: must be jsonl, since the model takes a pair of segments of each text: `segments` with "
-            f"{' and '.join(pair)} as {{name: [start, end]}}."
-        )
-    names = {key: model.settings.columns.get(key) for key in ("id", "text")}
-    columns = ColumnsConfig.model_validate({key: name for key, name in names.items() if name})
     examples: list[Example] = []
     bad: list[tuple[str, str]] = []
-    rows = text_rows(path, columns, CsvConfig.model_validate(model.settings.csv))
+    rows = text_rows(path, model.columns, CsvConfig.model_validate(model.settings.csv))
     for number, row in enumerate(rows, start=1):
         example, problems = (
             (None, list(row.problems)) if row.problems else model.example(row.row, f"row-{number}")
@@ -147,16 +140,18 @@ def check_output(path: Path) -> None:
         raise InputError(f"{path}: predictions need a file that may be made, but {what}.")
 
 
-def write_predictions(path: Path, chunks: Chunks, tasks: Sequence[Task]) -> None:
+def write_predictions(
+    path: Path, chunks: Chunks, tasks: Sequence[Task], texts: Sequence[str] = ("text",)
+) -> None:
     """Write predicted rows in the format of the file's suffix; the file appears when it is whole.
 
-    Raises InputError if it cannot be written.
+    `texts` are the columns of the text or pair in a table. Raises InputError if it cannot be written.
     """
     check_output(path)
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         with unfinished.open("wb") as file:
-            _WRITERS[path.suffix.lower()](file, chunks, _columns(tasks))
+            _WRITERS[path.suffix.lower()](file, chunks, texts, _columns(tasks))
         unfinished.replace(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}.") from error
@@ -169,9 +164,10 @@ def json_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _cells(row: Row, columns: Columns) -> Row:
+def _cells(row: Row, texts: Sequence[str], columns: Columns) -> Row:
     """Return the cells of a predicted row, in the order of the columns."""
-    cells: Row = {"id": row["id"], "text": row["text"]}
+    pieces = [slice(*row["segments"][name]) for name in texts] if len(texts) > 1 else [slice(None)]
+    cells: Row = {"id": row["id"], **dict(zip(texts, (row["text"][piece] for piece in pieces), strict=True))}
     for column, task in columns.items():
         if KINDS[task.kind].in_spans:
             cells[column] = {name: row["spans"][name] for name in task.labels if name in row["spans"]}
@@ -180,24 +176,24 @@ def _cells(row: Row, columns: Columns) -> Row:
     return cells
 
 
-def _jsonl(file: IO[bytes], chunks: Chunks, _columns: Columns) -> None:
+def _jsonl(file: IO[bytes], chunks: Chunks, _texts: Sequence[str], _columns: Columns) -> None:
     for rows in chunks:
         file.writelines(f"{json_line(row)}\n".encode() for row in rows)
 
 
-def _csv(file: IO[bytes], chunks: Chunks, columns: Columns) -> None:
+def _csv(file: IO[bytes], chunks: Chunks, texts: Sequence[str], columns: Columns) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-    writer = csv.DictWriter(text, ["id", "text", *columns])
+    writer = csv.DictWriter(text, ["id", *texts, *columns])
     writer.writeheader()
     for row in chain.from_iterable(chunks):
-        cells = _cells(row, columns).items()
+        cells = _cells(row, texts, columns).items()
         writer.writerow({key: json_line(of) if isinstance(of, list | dict) else of for key, of in cells})
     text.detach()
 
 
-def _parquet(file: IO[bytes], chunks: Chunks, columns: Columns) -> None:
+def _parquet(file: IO[bytes], chunks: Chunks, texts: Sequence[str], columns: Columns) -> None:
     spans = pa.list_(pa.list_(pa.int64(), 2))
-    types: dict[str, Any] = {"id": pa.string(), "text": pa.string()}
+    types: dict[str, Any] = dict.fromkeys(("id", *texts), pa.string())
     for column, task in columns.items():
         kind = column.partition(".")[0]
         if kind != "scores" and not KINDS[task.kind].in_spans:
@@ -209,7 +205,8 @@ def _parquet(file: IO[bytes], chunks: Chunks, columns: Columns) -> None:
     schema = pa.schema(list(types.items()))
     with pq.ParquetWriter(file, schema) as writer:
         for rows in chunks:
-            writer.write_table(pa.Table.from_pylist([_cells(row, columns) for row in rows], schema=schema))
+            cells = [_cells(row, texts, columns) for row in rows]
+            writer.write_table(pa.Table.from_pylist(cells, schema=schema))
 
 
 _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}

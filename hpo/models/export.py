@@ -80,8 +80,8 @@ class ExportSettings:
     """True if fp32 products beside autocast may use TF32."""
     batch_tokens: int = 8192
     """Tokens in a batch of the study's evaluations, padding included."""
-    columns: Mapping[str, str | None] = field(default_factory=dict)
-    """Columns of `id` and `text` in the study's tables."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Columns of `id`, `text` and `tokens` in the study's tables."""
     csv: Mapping[str, str | None] = field(default_factory=dict)
     """The study's `data.csv`."""
     code: Mapping[str, str] = field(default_factory=dict)

@@ -133,7 +133,7 @@ def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     )
     data = config.data
     windowings = [
-        Windowing(length, data.long_text, data.stride_of(length), data.pair_segments)
+        Windowing(length, data.long_text, data.stride_of(length), data.pair)
         for length in study_lengths(config)
     ]
     lengths = length_facts(dataset, tokenizer, windowings, runs_dir / "cache" / "tokens")

@@ -110,7 +110,7 @@ def export_checkpoint(
         fp32_parts=tuple(config.fp32_parts),
         tf32=bool(config.amp.tf32),
         batch_tokens=executor.study.evaluation.batch_tokens,
-        columns=data.columns.model_dump(include={"id", "text"}),
+        columns=data.columns.model_dump(include={"id", "text", "tokens"}),
         csv=data.csv.model_dump(),
         code=executor.study.code,
         decisions=evaluation.decisions,

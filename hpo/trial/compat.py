@@ -218,7 +218,7 @@ def cache_key(parts: TrialParts) -> str:
         "code": sorted(study.code.values()),
         "encoder": [study.model.revision, _files_of(config.encoder)],
         "tasks": [repr(task) for task in parts.loss_fn.tasks],
-        "cuts": [data.long_text, data.stride_of(config.max_length), data.pair_segments],
+        "cuts": [data.long_text, data.stride_of(config.max_length), data.pair],
         "precision": [parts.resolution.effective, parts.resolution.base],
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
         "reduced_precision_reduction": reduced_precision_reduction(),

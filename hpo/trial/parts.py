@@ -72,7 +72,7 @@ class TrialLoader:
         self.dataset = load_data(self.study.data)
         self.tasks = self.dataset.tasks
         for task in self.tasks:
-            if warning := self.dataset.odd_spans(task.name):
+            for warning in self.dataset.span_warnings(task.name):
                 _logger.warning("`%s`: %s", task.name, warning)
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
@@ -104,7 +104,7 @@ class TrialLoader:
         """Return how the trial's texts are cut."""
         data = self.study.data
         stride = data.stride_of(config.max_length)
-        return Windowing(config.max_length, data.long_text, stride, data.pair_segments)
+        return Windowing(config.max_length, data.long_text, stride, data.pair)
 
     def tokens(self, split: str, config: TrialConfig) -> TokenizedSplit:
         """Return the split, tokenized for the trial's encoder and length; workers share it on disk."""

@@ -18,7 +18,7 @@ from hpo.data.checks import (
     data_facts,
     length_facts,
 )
-from hpo.data.span_ends import OddSpans
+from hpo.data.span_ends import SpanEnds
 from hpo.tasks.tokenized_split import Windowing
 
 TASKS: dict[str, Any] = {
@@ -164,7 +164,11 @@ BOTH, CALM = {"calm": 1, "angry": 1}, {"calm": 1, "angry": 0}
         ([task({}, "regression", numbers={"validation": EQUAL})], {}, "numbers of validation are 5: r2 is"),
         ([task({}, "regression", num_annotated=ROWS | {"validation": 1})], {}, "validation has no `score`"),
         ([task(BOTH, "multi_label", num_empty={"train": 99})], CSV, "set `data.csv.empty: unlabelled`."),
-        ([task(BOTH, odd_spans=OddSpans(9, 4, "r2", "[Ann]a"))], {}, "`tone`: 4 of 9 spans (44.4 %) begin"),
+        (
+            [task(BOTH, span_warnings=SpanEnds(9, 4, "r2", "[Ann]a").warnings())],
+            {},
+            "`tone`: 4 of 9 spans (44.4 %) begin",
+        ),
     ],
 )
 def test_a_fault_of_the_data_is_reported(facts: list[TaskFacts], more: dict[str, Any], text: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from support.jsonl_sets import load_set, write_set
 
 from hpo.data.checks import data_facts
-from hpo.data.span_ends import OddSpans, SpanEnds
+from hpo.data.span_ends import SpanEnds
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,8 @@ def test_odd_spans_are_facts_of_their_task(tmp_path: Path) -> None:
     rows = [{"id": f"r{n}", "text": "so Ann\nmet", "spans": {"name": [[2, 5]]}} for n in range(8)]
     write_set(tmp_path, tasks, train=rows[:4], validation=rows[4:])
     (task,) = data_facts(load_set(tmp_path)).tasks
-    assert task.odd_spans == OddSpans(num_spans=8, num_odd=8, row="r0", excerpt="so[ An]n met")
+    (warning,) = task.span_warnings
+    assert warning.startswith(
+        "8 of 8 spans (100.0 %) begin or end inside a word or at a space, as in `so[ An]n"
+    )
+    assert "(row `r0`)" in warning
