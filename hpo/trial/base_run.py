@@ -65,6 +65,7 @@ class BaseRun(ABC):
     last_evaluation: Evaluation
     tasks: Sequence[Task] = ()
     """The tasks of the model; none if the study's own code trains."""
+    num_steps: int | None = None  # steps of the whole training; None: unknown
 
     def __init__(
         self,
@@ -223,6 +224,7 @@ class BaseRun(ABC):
         Raises Nonfinite if the training cannot recover: a resumed trial would forget that.
         """
         self.mixed_precision.check()
+        self._enter("saving")
         state = {
             "progress": self.state.state_dict(),
             **self._training_state(),
@@ -235,6 +237,7 @@ class BaseRun(ABC):
         }
         self.store.save(self.state.step, self._weights(), state=None if at_end else state, best=best)
         self.last_saved = time.monotonic()
+        self._enter("training")
 
     def _is_checkpoint_due(self) -> bool:
         every_seconds: float = self.parts.study.checkpoint.every_seconds
@@ -264,8 +267,16 @@ class BaseRun(ABC):
             if state.num_losses:
                 self.train_loss = float(state.loss_sum) / state.num_losses
             self.examples_per_second = self.meter.summary()["train_examples_per_second"]
-        used, write_seconds = self._budget_used(), self.store.write_seconds
-        return Progress(state.step, used, self.train_loss, self.examples_per_second, write_seconds)
+        return self._progress_in("training")
+
+    def _progress_in(self, part: str, **more: Any) -> Progress:
+        known = (self._budget_used(), self.train_loss, self.examples_per_second, self.store.write_seconds)
+        best = self.best.values[0] if self.best else None
+        return Progress(self.state.step, *known, part=part, num_steps=self.num_steps, best=best, **more)
+
+    def _enter(self, part: str, **more: Any) -> None:
+        """Report the part of the trial that runs now. Reads nothing from the device."""
+        self.callbacks.on_progress(self._progress_in(part, **more))
 
     def _stop_if_asked(self) -> None:
         if self.callbacks.should_stop():
