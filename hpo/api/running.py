@@ -15,7 +15,7 @@ import typer
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
-from hpo.outcome import BEGIN, Progress
+from hpo.outcome import Progress
 from hpo.redaction import redact
 from hpo.report.best_screens import summary as summary_of
 from hpo.report.progress import StudyDisplay
@@ -175,7 +175,7 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
-    watch, read = StudyWatch(storage, config, own=own), partial(read_study, storage, config.name, waits=False)
+    watch, read = StudyWatch(storage, config, own=own), partial(read_study, storage, config.name)
     display = StudyDisplay(config, read)
     with display.live, watching(watch.read, display.show, 2.0 if own else 0.5):
         yield
@@ -184,7 +184,7 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
 @contextmanager
 def trial_shown(config: StudyConfig, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
     """Show a trial without a study. Yields the function that takes its progress."""
-    last, display = deque([BEGIN], 1), StudyDisplay(config)
+    last, display = deque([Progress(part="check")], 1), StudyDisplay(config)
     reading = watching(lambda: StudyProgress([(None, last[0])]), display.show)
     with nullcontext() if quiet else display.live, nullcontext() if quiet else reading:
         yield last.append

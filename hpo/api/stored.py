@@ -16,6 +16,7 @@ from hpo.code import use_code
 from hpo.config.study_config import StudyConfig, load_study, study_of
 from hpo.errors import NoDatabaseError
 from hpo.redaction import redact
+from hpo.report import screens
 from hpo.report.status import study_status
 from hpo.report.terminal import Shown, ShownDict, ShownList
 from hpo.study.reading.reader import read_study
@@ -109,16 +110,12 @@ class StoredStudy:
 
     def status(self) -> ShownDict:
         """Return the content of `hpo status --json`."""
-        from hpo.report import screens
-
         record = self.record
         numbers = study_status(record)
         return ShownDict(numbers, lambda: screens.status(record, numbers))
 
     def best(self) -> list[TrialRecord]:
         """Return the best complete trial; with several objectives the Pareto front."""
-        from hpo.report import screens
-
         record = self.record
         return ShownList(best_trials(record), lambda: screens.best(record))
 

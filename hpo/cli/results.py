@@ -25,16 +25,14 @@ if TYPE_CHECKING:
 )
 def status(study: StoredStudy, *, watch: bool, as_json: bool) -> Any:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
-    if watch and as_json:
-        raise InputError("--watch shows a screen, so --json must be left out.")
-    return _watch(study) if watch else study.status()
-
-
-def _watch(study: StoredStudy) -> None:
     from hpo.report.screens import watched
     from hpo.report.terminal import print_live
     from hpo.study.reading.reader import read_study
 
+    if watch and as_json:
+        raise InputError("--watch shows a screen, so --json must be left out.")
+    if not watch:
+        return study.status()
     with study.opened() as (database, first):
         try:
             print_live(watched(lambda: read_study(database, first.name), 5.0))

@@ -1,7 +1,6 @@
 """The running trials of a study: in place on a terminal, and as lines of a log elsewhere.
 
-Each worker writes the progress of its trial into the study's database with its heartbeats. So a display shows
-the trials of other processes too, and no training step draws, or waits for a GPU.
+Workers write their progress into the database with their heartbeats, so no training step draws or waits.
 """
 
 import time
@@ -29,23 +28,19 @@ from hpo.study.sampling.promotion import rungs_of
 _LINE_SECONDS = 30.0  # time between two lines of a running trial in a log
 _END_SECONDS = 5.0  # shortest time between two estimates of the end; they take at most 1 % of the time
 _WIDE = 64  # columns for a trial's facts beside its bar; in fewer, they have their own line
+ReadStudy = Callable[[], StudyRecord]
 
 
 class StudyDisplay:
     """Shows running trials, and prints a line for each end. `read` reads their study, if they have one."""
 
     def __init__(
-        self,
-        config: StudyConfig,
-        read: Callable[[], StudyRecord] | None = None,
-        console: Console | None = None,
+        self, config: StudyConfig, read: ReadStudy | None = None, console: Console | None = None
     ) -> None:
         self._console = console or Console(highlight=False)
-        self._objectives = config.objective
+        self._printed_at, self._objectives = time.monotonic(), config.objective
         self._total = "" if config.budget else f"/{config.num_trials}"
-        self._printed_at = time.monotonic()
-        self.live = live_on(self._console, transient=True)
-        """To be entered while trials are shown."""
+        self.live = live_on(self._console, transient=True)  # to be entered while trials are shown
         self._read, self._end, self._end_due = read, "", 0.0
 
     def show(self, look: StudyProgress) -> None:
@@ -76,7 +71,6 @@ class StudyDisplay:
                 self._print_line(running, _part(progress), *self._facts(progress))
 
     def values(self, values: Sequence[float]) -> str:
-        """Return the values of the objectives, or of the first ones, with their names."""
         pairs = zip(self._objectives, values, strict=False)
         return ", ".join(f"{one.metric} {format_metric(one.metric, value)}" for one, value in pairs)
 
@@ -86,7 +80,6 @@ class StudyDisplay:
         self._console.print(line, soft_wrap=not self._console.is_terminal)
 
     def _screen(self, look: StudyProgress) -> Iterator[RenderableType]:
-        """Yield a headline, and for each running trial a bar with its facts."""
         if self._read is not None:
             best = [f"best {self.values(look.best[:1])} (trial {look.best[1]})"] if look.best else []
             yield _line(f"{look.num_done}{self._total} trials ended", self._estimated_end(), *best)
@@ -99,14 +92,12 @@ class StudyDisplay:
                 facts = [f"{finished * num:,.0f}/{num:,} {noun}", *facts]
             size = max(5, min(30, width - 70)) if is_wide else width - 24
             bar = ProgressBar(1.0, finished, size, complete_style=style, finished_style=style)
-            grid = Table.grid(padding=(0, 1, 0, 0))
-            line, part = _line(*facts), Text(f"{progress.part:10}", style)
-            grid.add_row(_line(f"{_name(trial):9}"), part, bar, line if is_wide else None)
-            yield grid
+            yield (grid := Table.grid(padding=(0, 1, 0, 0)))
+            cells = [_line(f"{_name(trial):9}"), Text(f"{progress.part:10}", style), bar]
+            grid.add_row(*cells, _line(*facts) if is_wide else None)
             yield from [] if is_wide else [_line("", *facts)]
 
     def _estimated_end(self) -> str:
-        """Return the end of the study, from an estimate of the last seconds; empty: unknown."""
         now = time.monotonic()
         if self._read is not None and now >= self._end_due:
             with suppress(HpoError):  # the database is away
@@ -117,13 +108,9 @@ class StudyDisplay:
         return self._end
 
     def _facts(self, progress: Progress) -> list[str]:
-        """Return the step, rate, loss and best value of a trial, as far as they are known."""
         best = None if progress.best is None else format_metric(self._objectives[0].metric, progress.best)
-        known = {
-            "{:.3g} ex/s": progress.examples_per_second,
-            "loss {:.3g}": progress.train_loss,
-            "best {}": best,
-        }
+        rate, loss = progress.examples_per_second, progress.train_loss
+        known = {"{:.3g} ex/s": rate, "loss {:.3g}": loss, "best {}": best}
         of = f"/{progress.num_steps:,}" if progress.num_steps else f", {progress.budget_used:.0%}"
         facts = [text.format(value) for text, value in known.items() if value is not None]
         return [f"step {progress.step:,}{of}", *facts] if progress.step else facts
@@ -138,7 +125,6 @@ def _line(*facts: str) -> Text:
 
 
 def _part(progress: Progress) -> str:
-    """Return the part of a trial for a line of a log."""
     if progress.part != "evaluation":
         return f"{progress.budget_used:4.0%}" if progress.part == "training" else progress.part
     texts, windows = plural(progress.num_texts, "text"), plural(progress.num_windows, "window")

@@ -32,19 +32,19 @@ class Shown:
 
 
 class _Content(Shown):
+    """The content of `--json`, with its text for a person."""
+
     def __init__(self, content: Any, text: Callable[[], Iterable[Part]]) -> None:
         super().__init__(content)  # type: ignore[call-arg]
         self.text = text
 
 
 class ShownDict(_Content, dict[str, Any]):
-    """The content of `--json`, with its text for a person."""
-
     as_json = dict.copy
 
 
 class ShownList(_Content, list[Any]):
-    """A list, with its text for a person."""
+    pass
 
 
 OUTCOME_STYLES: dict[str, str] = {
@@ -98,12 +98,11 @@ def print_live(screens: Iterable[tuple[object, Iterable[Part]]]) -> None:
             before = facts
 
 
-def live_on(console: Console, *, transient: bool = False) -> Live | nullcontext[None]:
+def live_on(console: Console, **options: bool) -> Live | nullcontext[None]:
     """Return a display that changes in place, below other output; nothing for a log, CI or dumb terminal."""
     if not console.is_interactive or os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return nullcontext()
-    # A stderr in a file keeps its lines.
-    return Live(console=console, auto_refresh=False, transient=transient, redirect_stderr=sys.stderr.isatty())
+    return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty(), **options)
 
 
 def _rendered(part: Part) -> RenderableType:

@@ -237,7 +237,6 @@ class BaseRun(ABC):
         }
         self.store.save(self.state.step, self._weights(), state=None if at_end else state, best=best)
         self.last_saved = time.monotonic()
-        self._enter("training")
 
     def _is_checkpoint_due(self) -> bool:
         every_seconds: float = self.parts.study.checkpoint.every_seconds
@@ -275,7 +274,6 @@ class BaseRun(ABC):
         return Progress(self.state.step, *known, part=part, num_steps=self.num_steps, best=best, **more)
 
     def _enter(self, part: str, **more: Any) -> None:
-        """Report the part of the trial that runs now. Reads nothing from the device."""
         self.callbacks.on_progress(self._progress_in(part, **more))
 
     def _stop_if_asked(self) -> None:

@@ -195,11 +195,12 @@ class TrialRun(BaseRun):
             self._save()
         return "interrupted" if due or watched else ""
 
-    def _on_evaluation_batch(self, stop: Callable[[], None], finished: float) -> None:
+    def _on_evaluation_batch(self, stop: Callable[[], None], done: float) -> None:
         stop()
         split = self.parts.data.validation
-        sizes = {"num_texts": len(split.examples), "num_windows": split.num_windows}
-        self._enter("evaluation", part_done=finished, **sizes)
+        self._enter(
+            "evaluation", part_done=done, num_texts=len(split.examples), num_windows=split.num_windows
+        )
 
     def _call(self, method: str, progress: Progress, **changes: Any) -> bool:
         """Call the study's own callbacks. Returns whether one of them ends the training."""

@@ -34,21 +34,17 @@ _BEFORE_A_RUN = {*RUN_ATTRS} - {"retry_of"}
 """A waiting trial has none of these, unless somebody enqueued it with the attributes of another."""
 
 
-def read_study(storage: Storage, name: str, *, waits: bool = True) -> StudyRecord:
-    """Read everything stored about the study `name`. Raises StorageError if there is none.
-
-    Without `waits`, raises OutageError at once if the database is away.
-    """
-    if waits:
-        check_study_name(name)  # it also names the folder of its report
-        storage.check_study(name)
+def read_study(storage: Storage, name: str) -> StudyRecord:
+    """Read everything stored about the study `name`. Raises StorageError if there is none."""
+    check_study_name(name)  # it also names the folder of its report
+    storage.check_study(name)
 
     def read() -> StudyRecord:
         # A snapshot: a trial that ends meanwhile would be read in halves.
         with collector_paused(), snapshot(storage.engine) as connection:
             return _read(storage, connection, name)
 
-    return storage.persist(read) if waits else storage.attempt(read)
+    return storage.persist(read)
 
 
 def _read(storage: Storage, connection: sa.Connection, name: str) -> StudyRecord:

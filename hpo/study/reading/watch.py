@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import violation
 from hpo.config.study_config import StudyConfig
-from hpo.outcome import BEGIN, Outcome, Progress
+from hpo.outcome import Outcome, Progress
 from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused
 from hpo.study.store.failures import DATABASE_ERRORS
 from hpo.study.store.process import this_machine
@@ -70,7 +70,7 @@ class StudyWatch:
             if trial.number in progress_of and not trial.state.is_finished():
                 progress = json.loads(progress_of[trial.number] or "{}")
                 if progress.pop("trial", None) != trial.number:  # of its worker's last one
-                    progress = vars(BEGIN)
+                    progress = {"part": "check"}
                 running.append((trial, Progress(**progress)))
             elif rest is not None and rest not in self._rests:
                 self._rests.add(rest)
