@@ -110,14 +110,20 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a trial after a step. Reading it never waits for the device."""
+    """The progress of a trial in one of its parts. Reading it never waits for the device."""
 
-    step: int
-    budget_used: float
-    """From 0 to 1."""
-    train_loss: float | None
+    step: int = 0
+    budget_used: float = 0.0  # from 0 to 1
+    train_loss: float | None = None
     """Mean since the last evaluation; on a GPU, as of the last step that waited for it."""
-    examples_per_second: float | None
+    examples_per_second: float | None = None
     """Rate of training without the warm-up; None before its end. On a GPU as `train_loss`."""
     checkpoint_seconds: float = 0.0
     """Seconds to write the last checkpoint."""
+    part: str = "training"
+    """`check`, `compile`, `training`, `evaluation` or `saving` (of a checkpoint)."""
+    num_steps: int | None = None  # steps of the whole training; None: unknown, as under `max_seconds`
+    best: float | None = None  # first objective of the best evaluation so far
+    part_done: float = 0.0  # finished share of an evaluation
+    num_texts: int = 0  # texts of an evaluation, and their windows; 0: unknown
+    num_windows: int = 0

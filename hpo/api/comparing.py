@@ -17,6 +17,8 @@ from hpo.device import probe_device
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
 from hpo.report.plan import comparison_cost, comparison_limit
+from hpo.report.terminal import ShownDict
+from hpo.report.verdicts import comparison_parts
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.open_study import check_trust
 from hpo.study.store.storage import Storage
@@ -48,7 +50,7 @@ def run_comparison(
     config: StudyConfig,
     request: Request,
     run: Callable[[StudyConfig], RunResult],
-) -> Mapping[str, Any]:
+) -> ShownDict:
     """Plan a comparison, `run` its trials step by step and judge them, see `hpo.Study.compare`."""
     if config.has_own_loop:
         raise InputError(
@@ -75,7 +77,7 @@ def run_comparison(
 
     result = run_rounds(database, comparison_study, search, data.tasks, run_round, in_advance)
     content: Mapping[str, Any] = json_safe(result.content)
-    return content
+    return ShownDict(content, lambda: comparison_parts(content))
 
 
 def _in_advance(

@@ -4,22 +4,26 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import typer
 
 from hpo.api.opening import RUNS, TORCHRUN, check_workers, file_given
 from hpo.config.study_config import StudyConfig
+from hpo.outcome import Progress
 from hpo.redaction import redact
 from hpo.report.best_screens import summary as summary_of
-from hpo.report.screens import StudyDisplay
+from hpo.report.progress import StudyDisplay
 from hpo.report.status import progress_message, resume_message, study_status, untried_message
+from hpo.report.terminal import Shown
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
-from hpo.study.reading.watch import StudyWatch, watching
+from hpo.study.reading.watch import StudyProgress, StudyWatch, watching
 from hpo.study.running.open_study import OpenStudy
 from hpo.study.running.stopping import RunSummary
 from hpo.study.running.supervisor import WorkerProcesses, share_devices
@@ -31,7 +35,7 @@ from hpo.trial.executor import follow
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkResult(RunSummary):
+class WorkResult(Shown, RunSummary):
     """Result of `hpo worker`: the work of this process and its workers."""
 
     study: str
@@ -175,6 +179,16 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
-    seconds = 2.0 if own else 0.5
-    with watching(StudyWatch(storage, config, own=own), StudyDisplay(config).show, seconds):
+    watch, read = StudyWatch(storage, config, own=own), partial(read_study, storage, config.name)
+    display = StudyDisplay(config, read)
+    with display.live, watching(watch.read, display.show, 2.0 if own else 0.5):
         yield
+
+
+@contextmanager
+def trial_shown(config: StudyConfig, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
+    """Show a trial without a study. Yields the function that takes its progress."""
+    last, display = deque([Progress(part="check")], 1), StudyDisplay(config)
+    reading = watching(lambda: StudyProgress([(None, last[0])]), display.show)
+    with nullcontext() if quiet else display.live, nullcontext() if quiet else reading:
+        yield last.append

@@ -16,7 +16,9 @@ from hpo.code import use_code
 from hpo.config.study_config import StudyConfig, load_study, study_of
 from hpo.errors import InputError, NoDatabaseError
 from hpo.redaction import redact
+from hpo.report import screens
 from hpo.report.status import study_status
+from hpo.report.terminal import Shown, ShownDict, ShownList
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials
 from hpo.study.store.database import DEFAULT_URL, shown_url, storage_url
@@ -24,7 +26,7 @@ from hpo.study.store.storage import Storage, existing_database
 
 
 @dataclass(frozen=True)
-class StudyResult:
+class StudyResult(Shown):
     """Result of an operation on a study: `text` is for a person, `as_json` for `--json`."""
 
     study: str
@@ -122,13 +124,16 @@ class StoredStudy:
         """The database in words, without a password."""
         return shown_url(storage_url(self._storage))
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ShownDict:
         """Return the content of `hpo status --json`."""
-        return study_status(self.record)
+        record = self.record
+        numbers = study_status(record)
+        return ShownDict(numbers, lambda: screens.status(record, numbers))
 
     def best(self) -> list[TrialRecord]:
         """Return the best complete trial; with several objectives the Pareto front."""
-        return best_trials(self.record)
+        record = self.record
+        return ShownList(best_trials(record), lambda: screens.best(record))
 
     def _name_in(self, database: Storage) -> str:
         is_stored = self._word and not is_path(self._word) and database.has_study(self._word)

@@ -39,6 +39,7 @@ from hpo.api.running import (
     ranks_of_torchrun,
     run_result,
     shown,
+    trial_shown,
     work_result,
     worker_processes,
 )
@@ -55,6 +56,7 @@ from hpo.redaction import redact
 from hpo.report.data_check import DataCheck, check_data
 from hpo.report.plan import Plan
 from hpo.report.tables import StudyTables
+from hpo.report.terminal import ShownDict
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.running.open_study import OpenOptions, TrialsRun, check_trust, open_study
@@ -220,7 +222,8 @@ class Study(ManagedStudy):
         with self._stopping() as stop:
             executor = build_executor(resolve_study(config, probe_device(config.device)), RUNS)
             stop.can_checkpoint = True
-            return executor.run(params, None, uuid.uuid4().hex, Callbacks(show, stop.is_set))
+            with trial_shown(config, quiet=self.quiet) as note:
+                return executor.run(params, None, uuid.uuid4().hex, Callbacks(show, stop.is_set, note))
 
     def check(self) -> DataCheck:
         """Describe the study's data and their faults, without training."""
@@ -311,7 +314,7 @@ class Study(ManagedStudy):
         workers: int | None = None,
         until: str | None = None,
         **options: Any,
-    ) -> Mapping[str, Any]:
+    ) -> ShownDict:
         """Train the best configurations with new seeds, and judge them. A later call continues.
 
         Args:

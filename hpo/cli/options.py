@@ -11,8 +11,10 @@ import functools
 import inspect
 import json
 import math
+import os
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
@@ -31,7 +33,6 @@ Function = Callable[..., Any]
 app = typer.Typer(
     help="Hyperparameter search for multitask transformers, with numeric precision as a searched dimension.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -54,8 +55,21 @@ def folder(help_text: str, *names: str, default: str = "") -> Any:
     return optional(Path, "DIR", help_text, default, names=names, file_okay=False)
 
 
-def argument(kind: Any, metavar: str, help_text: str) -> Any:
-    return Annotated[kind, typer.Argument(metavar=metavar, help=help_text)]
+def argument(kind: Any, metavar: str, help_text: str, complete: Any = None) -> Any:
+    return Annotated[kind, typer.Argument(metavar=metavar, help=help_text, autocompletion=complete)]
+
+
+def _studies(incomplete: str) -> list[str]:
+    """Return studies for a shell: names, files here, and stored ones of SQLite, but never of a server."""
+    from hpo.config.study_file import INSTALLED, study_files
+
+    names = {*study_files(INSTALLED), *study_files(Path("studies")), *map(str, Path().glob("*.yaml"))}
+    kind, _, file = (os.environ.get("HPO_STORAGE") or "sqlite:///runs/hpo.db").partition(":///")
+    if kind == "sqlite":
+        uri = f"{Path(file.partition('?')[0]).absolute().as_uri()}?mode=ro"
+        with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True, timeout=0.1)) as database:
+            names |= {name for (name,) in database.execute("SELECT name FROM hpo_studies")}
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def _positive_seconds(value: float | None) -> float | None:
@@ -73,8 +87,8 @@ def _trust(files: list[str]) -> list[str]:
     return files
 
 
-StudyArgument = argument(str, "STUDY", "Name of a study, or its YAML file or folder.")
-StoredStudyArgument = argument(str, "STUDY", "A name in the database, or a YAML file.")
+StudyArgument = argument(str, "STUDY", "Name of a study, or its YAML file or folder.", _studies)
+StoredStudyArgument = argument(str, "STUDY", "A name in the database, or a YAML file.", _studies)
 OPTIONS: Mapping[str, Any] = {
     "as_json": flag("--json", "Print JSON instead of text."),
     "storage": optional(

@@ -23,26 +23,16 @@ if TYPE_CHECKING:
     needs_models=False,
     watch=flag("--watch", "Update every 5 s until the end of the study, or Ctrl-C (exit code 130)."),
 )
-def status(study: StoredStudy, *, watch: bool, as_json: bool) -> Answer | None:
+def status(study: StoredStudy, *, watch: bool, as_json: bool) -> Any:
     """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
-    from hpo.report import screens
-    from hpo.report.status import study_status
-
-    if watch and as_json:
-        raise InputError("--watch shows a screen, so --json must be left out.")
-    if watch:
-        _watch(study)
-        return None
-    record = study.record
-    numbers = study_status(record)
-    return Answer(numbers, screens.status(record, numbers))
-
-
-def _watch(study: StoredStudy) -> None:
     from hpo.report.screens import watched
     from hpo.report.terminal import print_live
     from hpo.study.reading.reader import read_study
 
+    if watch and as_json:
+        raise InputError("--watch shows a screen, so --json must be left out.")
+    if not watch:
+        return study.status()
     with study.opened() as (database, first):
         try:
             print_live(watched(lambda: read_study(database, first.name), 5.0))
@@ -114,25 +104,23 @@ def _reproduced(study: hpo.Study, into: Path | None, others: Mapping[str, Any]) 
 )
 def compare(
     study: hpo.Study, *, configurations: bool, over: str | None = None, precisions: str = "", **options: Any
-) -> Answer:
+) -> Any:
     """Compare precisions with fp32 on new seeds: quality and speed. A later call continues."""
     from hpo.api.comparing import ComparisonStopped
     from hpo.compare.planning import refuse_options
     from hpo.config.comparison import question_of
     from hpo.precision.table import PRECISION
-    from hpo.report.verdicts import comparison_parts
 
     if configurations and over:
         refuse_options(["over"])
     question = CONFIGURATIONS if configurations else question_of(over or PRECISION)
     names = tuple(name.strip() for name in precisions.split(",")) if precisions else None
     try:
-        result = study.compare(question, precisions=names, **options)
+        return study.compare(question, precisions=names, **options)
     except ComparisonStopped as stopped:
         ended = stopped.result
         code = ended.exit_code or int(ended.ended == "elsewhere")
         return Answer(ended.as_json, ended.how_to_continue(), code)
-    return Answer(result, comparison_parts(result))
 
 
 @study_command(*TRUST, trial=option(int, "N", "Its number.", min=0))

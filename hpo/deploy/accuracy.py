@@ -23,11 +23,11 @@ from hpo.tasks.tokenized_split import TokenizedSplit
 
 
 def split_statistics(
-    model: TrainedModel, split: TokenizedSplit, on_batch: Callable[[], None] = lambda: None
+    model: TrainedModel, split: TokenizedSplit, on_batch: Callable[[float], None] = lambda _: None
 ) -> Statistics | None:
     """Return the statistics of each task, or None if a logit is not finite.
 
-    Calls `on_batch` before each batch.
+    Calls `on_batch` before each batch, see `predict_logits`.
     """
     max_tokens = 1 if model.precision == "int8" else None
     logits = model.logits(split, max_tokens=max_tokens, on_batch=on_batch)

@@ -146,8 +146,8 @@ class _Run:
         tokens = load_tokenized(
             self._data, split, model.tokenizer, model.settings.windowing, self._target.token_cache
         )
-        on_batch = self._check_stop if split == CHOSEN_BY else lambda: None
-        return split_statistics(model, tokens, on_batch)
+        has_end = split == CHOSEN_BY
+        return split_statistics(model, tokens, lambda _: self._check_stop() if has_end else None)
 
     def time_all(self) -> None:
         """Time the forms with finite logits in turn, and leave out those that fail."""

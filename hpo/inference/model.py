@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -244,13 +243,12 @@ class TrainedModel(nn.Module):
                     len(split.examples),
                     self.settings.windowing.max_length,
                 )
-            num_batches = len(evaluation_batches(split.lengths_W, max_tokens))
-            finished = count(done, len(split.examples) / num_batches)
-            on_batch = partial(lambda numbers: log_progress(next(numbers)), finished)
+            num = len(split.examples)
+            on_batch = partial(lambda done, num, share: log_progress(done + num * share), done, num)
             logits = self.logits(split, max_tokens=max_tokens, on_batch=on_batch)
             self._check_finite(logits)
             yield _predictions(self.tasks, logits, split, self.decisions)
-            done += len(split.examples)
+            done += num
 
     def _default_max_tokens(self) -> int:
         """Return the study's batch size, except for fp32 on a CPU, which is fastest with small batches.
@@ -265,11 +263,11 @@ class TrainedModel(nn.Module):
         split: TokenizedSplit,
         *,
         max_tokens: int | None = None,
-        on_batch: Callable[[], None] = lambda: None,
+        on_batch: Callable[[float], None] = lambda _: None,
     ) -> dict[str, NDArray[np.float32]]:
         """Compute the logits of a whole split, by task. They may be not finite.
 
-        Calls `on_batch` before each batch.
+        Calls `on_batch` before each batch, see `predict_logits`.
         """
         batches = evaluation_batches(split.lengths_W, max_tokens or self._default_max_tokens())
         is_exact = self._precision.name == "fp32"

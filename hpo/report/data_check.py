@@ -19,7 +19,7 @@ from hpo.data.checks import (
 from hpo.data.dataset import load_data
 from hpo.models.encoder import load_tokenizer
 from hpo.report.formats import format_number, format_percent
-from hpo.report.terminal import Part, Rows
+from hpo.report.terminal import Part, Rows, Shown
 from hpo.tasks.tokenized_split import Windowing
 from hpo.trial.objectives import check_metric_values, check_names
 
@@ -28,7 +28,7 @@ MAX_CLASSES = 12  # tasks with more classes have no table of classes; `--json` h
 
 
 @dataclass(frozen=True)
-class DataCheck:
+class DataCheck(Shown):
     study: str
     encoder: str  # encoder of the tokenizer; the first of the searched ones
     long_text: str

@@ -30,6 +30,7 @@ from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_bytes, format_number, format_percent, format_seconds, plural
 from hpo.report.status import outlook, trial_seconds
+from hpo.report.terminal import Shown
 from hpo.report.trial_precision import differing_formats
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials
 from hpo.study.sampling.forecast import Cost, Stage, most_whole_trials, stages_left
@@ -57,7 +58,7 @@ class TrialCost:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     costs: list[TrialCost]
     stages: list[Stage]  # remaining runs, if no trial breaks
     whole_trials: float  # remaining training, in whole trials

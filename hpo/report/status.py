@@ -16,7 +16,7 @@ from hpo.config.sampler_config import PrunerConfig
 from hpo.config.sections import BUDGET_TRIALS, BudgetConfig
 from hpo.extensions import has_own_loop, own_loop_of
 from hpo.json_safe import is_number
-from hpo.outcome import concerns_precision, shows_precision
+from hpo.outcome import Outcome, concerns_precision, shows_precision
 from hpo.precision.table import PRECISION
 from hpo.report.formats import format_metric, format_number, format_percent, format_seconds, plural
 from hpo.study.reading.study_record import (
@@ -174,6 +174,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             }
             for trial in best_trials(record)
         ],
+        "paused": [_paused(record, trial) for trial in record.trials if trial.outcome == Outcome.PAUSED],
         "limits": limit_counts(record),
         "budget": budget_status(record, ahead),
         "workers": [
@@ -195,6 +196,13 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
         "trials_per_hour": num_trained / hours if num_trained and hours else None,
         "estimated_end": end and end.isoformat(timespec="seconds"),
     }
+
+
+def _paused(record: StudyRecord, trial: TrialRecord) -> dict[str, Any]:
+    rung, reached = [*rungs_of(trial.attributes).items()][-1]
+    values = dict(zip(record.metric_names, reached["values"], strict=True))
+    step = max((one.step for one in trial.evaluations), default=None)
+    return {"number": trial.number, "rung": rung, "step": step, "values": values}
 
 
 def record_warnings(record: StudyRecord) -> list[str]:

@@ -1,8 +1,11 @@
 """Text, tables and warnings in a terminal or a log file."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import html
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -19,6 +22,30 @@ from hpo.outcome import Outcome
 Rows: TypeAlias = Sequence[Mapping[str, str]]  # A table of text; all rows have the same columns
 Part: TypeAlias = str | Text | tuple[str, Rows]
 """A paragraph, or a table with its title. Leading spaces of a string indent the whole paragraph."""
+
+
+class Shown:
+    """A result that a notebook shows by its `text`, like a terminal."""
+
+    def _repr_html_(self) -> str:
+        return as_html(self.text())  # type: ignore[attr-defined]
+
+
+class _Content(Shown):
+    """The content of `--json`, with its text for a person."""
+
+    def __init__(self, content: Any, text: Callable[[], Iterable[Part]]) -> None:
+        super().__init__(content)  # type: ignore[call-arg]
+        self.text = text
+
+
+class ShownDict(_Content, dict[str, Any]):
+    as_json = dict.copy
+
+
+class ShownList(_Content, list[Any]):
+    pass
+
 
 OUTCOME_STYLES: dict[str, str] = {
     **{outcome: "magenta" for outcome in Outcome if outcome.infeasible},
@@ -41,10 +68,27 @@ def print_parts(parts: Iterable[Part]) -> None:
             console.print(_rendered(part))
 
 
+def as_html(parts: str | Iterable[Part]) -> str:
+    """Return paragraphs and tables as HTML, without empty tables, in the colours of the page around it."""
+    shown = []
+    for part in [parts] if isinstance(parts, str) else parts:
+        if not isinstance(part, tuple):
+            tag = "b" if isinstance(part, Text) and "bold" in str(part.style) else "span"
+            shown.append(f'<p style="white-space: pre-wrap"><{tag}>{html.escape(str(part))}</{tag}></p>')
+        elif part[1]:
+            names = [name for name in part[1][0] if any(row[name] for row in part[1])]
+            shown.append(f'<div style="overflow-x: auto"><table><caption>{html.escape(part[0])}</caption>')
+            for tag, *cells in ["th", *names], *(["td", *(row[name] for name in names)] for row in part[1]):
+                opened = f'<{tag} style="text-align: left">'
+                shown.append(f"<tr>{''.join(f'{opened}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>")
+            shown.append("</table></div>")
+    return "".join(shown)
+
+
 def print_live(screens: Iterable[tuple[object, Iterable[Part]]]) -> None:
     """Show screens in place of each other. A log file gets a screen if its facts have changed."""
     console, before = Console(highlight=False), None
-    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+    with live_on(console) as live:
         for facts, parts in screens:
             if live is not None:
                 shown = (part for part in parts if not isinstance(part, tuple) or part[1])
@@ -52,6 +96,13 @@ def print_live(screens: Iterable[tuple[object, Iterable[Part]]]) -> None:
             elif facts != before:
                 print_parts(parts)
             before = facts
+
+
+def live_on(console: Console, **options: bool) -> Live | nullcontext[None]:
+    """Return a display that changes in place, below other output; nothing for a log, CI or dumb terminal."""
+    if not console.is_interactive or os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return nullcontext()
+    return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty(), **options)
 
 
 def _rendered(part: Part) -> RenderableType:

@@ -156,21 +156,22 @@ def predict_logits(
     batches: Sequence[IntArray],
     mixed_precision: MixedPrecision,
     pad_id: int,
-    on_batch: Callable[[], None] = lambda: None,
+    on_batch: Callable[[float], None] = lambda _: None,
 ) -> dict[str, NDArray[np.float32]]:
     """Return fp32 logits by task in window order: [W, K] of sequence tasks, [T, K] of token tasks.
 
     `batches` are windows from `evaluation_batches`; windows in no batch stay 0. If memory runs out, a batch
-    is halved. `on_batch` runs before each.
+    is halved. `on_batch` runs before each, with the finished share of the windows.
     """
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     rows = {"sequence": split.num_windows, "token": split.num_tokens}
     logits = {task.name: np.zeros((rows[task.level], task.num_outputs), np.float32) for task in model.tasks}
     model.eval()
     pending = list(reversed(batches))
+    finished, total = 0, sum(map(len, batches))
     with mixed_precision.evaluation():
         while pending:
-            on_batch()
+            on_batch(finished / total)
             windows = pending.pop()
             batch = collate(split, windows, (), pad_id).to(mixed_precision.device.torch_device)
             try:
@@ -184,6 +185,7 @@ def predict_logits(
                     raise OutOfMemory(message) from error
                 pending += reversed(np.array_split(windows, 2))
                 continue
+            finished += len(windows)
             real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
             tokens = ragged_arange(starts_W[windows], lengths_W[windows])
             for task in model.tasks:

@@ -110,7 +110,9 @@ class TrainingHooks:
     """Called by rank 0 after each step except the last. `interrupted`: its time (the copy for a checkpoint)
     does not count as training. `ended`: the training ends now with an evaluation."""
     on_micro_batch: Callable[[], None] = lambda: None
-    """Called between micro-batches and before evaluation batches. It must do nothing with several ranks."""
+    """Called between micro-batches. It must do nothing with several ranks."""
+    on_evaluation_batch: Callable[[float], None] = lambda _: None
+    """Called before evaluation batches, with the finished share. It must not raise with several ranks."""
 
 
 def train(
@@ -143,7 +145,7 @@ def train(
         evaluates = budget.evaluations_due(state, args.evaluate_at) > state.num_evaluations
         if evaluates:
             _check(learner, batch, args, state)
-            yield _evaluate(learner, data, args, clock, hooks.on_micro_batch)
+            yield _evaluate(learner, data, args, clock, hooks.on_evaluation_batch)
             model.train()
         if budget.used(state) >= 1:
             return
@@ -151,7 +153,7 @@ def train(
         if after == "ended":
             if not evaluates:
                 _check(learner, batch, args, state)
-                yield _evaluate(learner, data, args, clock, hooks.on_micro_batch, is_extra=True)
+                yield _evaluate(learner, data, args, clock, hooks.on_evaluation_batch, is_extra=True)
             return
         if after or evaluates:
             clock.start()
@@ -188,7 +190,7 @@ def _evaluate(
     data: TrainingData,
     args: TrainingArgs,
     clock: TrainingClock,
-    on_batch: Callable[[], None],
+    on_batch: Callable[[float], None],
     *,
     is_extra: bool = False,
 ) -> Evaluation:

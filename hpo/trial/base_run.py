@@ -66,6 +66,7 @@ class BaseRun(ABC):
     last_evaluation: Evaluation
     tasks: Sequence[Task] = ()
     """The tasks of the model; none if the study's own code trains."""
+    num_steps: int | None = None  # steps of the whole training; None: unknown
 
     def __init__(
         self,
@@ -226,6 +227,7 @@ class BaseRun(ABC):
         Raises Nonfinite if the training cannot recover: a resumed trial would forget that.
         """
         self.mixed_precision.check()
+        self._enter("saving")
         state = {
             "progress": self.state.state_dict(),
             **self._training_state(),
@@ -268,8 +270,15 @@ class BaseRun(ABC):
             if state.num_losses:
                 self.train_loss = float(state.loss_sum) / state.num_losses
             self.examples_per_second = self.meter.summary()["train_examples_per_second"]
-        used, write_seconds = self._budget_used(), self.store.write_seconds
-        return Progress(state.step, used, self.train_loss, self.examples_per_second, write_seconds)
+        return self._progress_in("training")
+
+    def _progress_in(self, part: str, **more: Any) -> Progress:
+        known = (self._budget_used(), self.train_loss, self.examples_per_second, self.store.write_seconds)
+        best = self.best.values[0] if self.best else None
+        return Progress(self.state.step, *known, part=part, num_steps=self.num_steps, best=best, **more)
+
+    def _enter(self, part: str, **more: Any) -> None:
+        self.callbacks.on_progress(self._progress_in(part, **more))
 
     def _stop_if_asked(self) -> None:
         if self.callbacks.should_stop():

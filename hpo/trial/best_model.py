@@ -40,11 +40,11 @@ def split_predictions(
     folder: Path,
     params: Mapping[str, Any],
     split: str,
-    on_batch: Callable[[], None] = lambda: None,
+    on_batch: Callable[[float], None] = lambda _: None,
 ) -> SplitPredictions:
     """Predict a split with a trial's best checkpoint, in the trial's precision and with its thresholds.
 
-    `folder` and `params` are the trial's. `on_batch` runs before each batch. Raises RunError if the
+    `folder` and `params` are the trial's. `on_batch`: see `predict_logits`. Raises RunError if the
     checkpoint is gone or damaged, DataError if there is no such split, Unsupported if this device cannot run
     the precision, Nonfinite if the logits are not finite.
     """

@@ -40,7 +40,7 @@ from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.encoder import is_causal
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
-from hpo.outcome import Outcome, TrialResult
+from hpo.outcome import Outcome, Progress, TrialResult
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.environment import environment_overrides, refuse_overrides
 from hpo.precision.table import BASE_PRECISION, PRECISION, AmpConfig, resolve, support
@@ -169,6 +169,7 @@ class Executor:
             recorder.follow(lambda: {"energy_missing": counter.missing})
             recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
             reset_peak_memory(self.device)
+            callbacks.on_progress(Progress(part="check"))
             try:
                 return self._with_record(self._end_of(train), recorder)
             finally:

@@ -68,6 +68,7 @@ class TrialRun(BaseRun):
         self.tasks = parts.loss_fn.tasks
         self.args = training_args(parts.study, parts.config, parts.data.train.num_windows)
         self.state.micro_batch_size = self.args.micro_batch_size
+        self.num_steps = self.args.budget.max_steps
 
     def run(
         self, folder: Path | None, resume_key: str, mirror: CheckpointMirror | None = None
@@ -121,6 +122,7 @@ class TrialRun(BaseRun):
 
     def _compile(self, apply: Callable[[MultitaskModel], object]) -> None:
         parts, clock = self.parts, self.compile_clock
+        self._enter("compile")
         started = time.perf_counter()
         apply(parts.model)
         compile_shapes(parts.model, parts.loss_fn, parts.batch, self.mixed_precision, self.state)
@@ -153,8 +155,10 @@ class TrialRun(BaseRun):
         self._follow_training(clock, num_ranks)
         self.last_saved = time.monotonic()
         # Between micro-batches it would leave other ranks waiting.
-        hooks = TrainingHooks(self._on_step, self._stop_if_asked if num_ranks == 1 else lambda: None)
+        stop = self._stop_if_asked if num_ranks == 1 else lambda: None
+        hooks = TrainingHooks(self._on_step, stop, partial(self._on_evaluation_batch, stop))
         learner = Learner(parts.model, parts.loss_fn, mixed_precision)
+        self._enter("training")
         evaluations = train(learner, self.optimizer, parts.data, self.args, clock, hooks)
         with self.user_callbacks.told_of_error():
             try:
@@ -190,6 +194,13 @@ class TrialRun(BaseRun):
             self.meter.stop()
             self._save()
         return "interrupted" if due or watched else ""
+
+    def _on_evaluation_batch(self, stop: Callable[[], None], done: float) -> None:
+        stop()
+        split = self.parts.data.validation
+        self._enter(
+            "evaluation", part_done=done, num_texts=len(split.examples), num_windows=split.num_windows
+        )
 
     def _call(self, method: str, progress: Progress, **changes: Any) -> bool:
         """Call the study's own callbacks. Returns whether one of them ends the training."""

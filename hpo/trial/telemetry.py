@@ -55,7 +55,7 @@ class Callbacks:
     should_stop: Callable[[], bool] = lambda: False
     """Called between micro-batches. True: the trial is checkpointed and ends as `preempted`."""
     on_progress: Callable[[Progress], None] = lambda _: None
-    """Called after each step but the last."""
+    """Called after each step but the last, at the begin of other parts, and before evaluation batches."""
     other_workers: Callable[[], Collection[int]] = tuple  # returns their processes on this device
 
 

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from rich.cells import cell_len
 from rich.console import Console
 from support.detailed_documents import document, nothing_known, task_document
 from support.tiny import tiny_study
 
-from hpo.outcome import Outcome
-from hpo.report import best_screens, screens, terminal, trial_screens
+from hpo.outcome import Outcome, Progress
+from hpo.report import best_screens, progress, terminal, trial_screens
 from hpo.report.detailed import Detailed
 from hpo.report.formats import describe_params
-from hpo.report.screens import StudyDisplay
-from hpo.report.terminal import print_parts
+from hpo.report.progress import StudyDisplay
+from hpo.report.terminal import Shown, as_html, print_parts
 from hpo.study.reading.watch import StudyProgress
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}
@@ -47,37 +48,71 @@ def watched(number: int, outcome: str = "", reason: str = "", *values: float) ->
     return trial
 
 
-def running(*values: float, progress: Any = None, number: int = 0) -> StudyProgress:
-    return StudyProgress([(watched(number, "", "", *values), progress or {})])
+def running(number: int, **progress: Any) -> StudyProgress:
+    return StudyProgress([(watched(number), Progress(**progress))])
 
 
-STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7}
+STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7, "num_steps": 1200}
+EVALUATION = {"part": "evaluation", "part_done": 0.4, "num_texts": 143, "num_windows": 16_000}
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_line_every_half_minute_and_one_for_each_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+def display(
+    folder: Path, screen: Screen, monkeypatch: pytest.MonkeyPatch, **environment: str
+) -> StudyDisplay:
+    for name in ("CI", "NO_COLOR", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return StudyDisplay(tiny_study(folder, n_trials=2), console=screen)
+
+
+@pytest.mark.parametrize("environment", [None, {"CI": "true"}, {"TERM": "dumb"}])
+def test_a_log_has_a_line_every_half_minute_and_one_for_each_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str] | None
 ) -> None:
-    screen, clock = Screen(250 if is_terminal else 80, is_terminal), [0.0]
-    monkeypatch.setattr(screens.time, "monotonic", lambda: clock[0])
-    shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen)
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    if environment:
+        monkeypatch.setenv("TERM", environment.get("TERM", "xterm"))
+    screen = Screen(250 if environment else 80, bool(environment))
+    shown = display(tmp_path, screen, monkeypatch, **environment or {})
     for second in range(50):
         clock[0] = float(second)
-        here = {**STEP, "step": second, "budget_used": second / 100}
-        shown.show(running(0.5, progress=here, number=8))
-    clock[0] = 61.0
-    shown.show(running(number=9))
-    clock[0] = 92.0
-    shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}, number=9))
+        shown.show(running(8, **{**STEP, "step": second, "budget_used": second / 100, "best": 0.5}))
+    for seconds, here in ((61.0, {"part": "check"}), (92.0, STEP | EVALUATION), (123.0, {"step": 3})):
+        clock[0] = seconds
+        shown.show(running(9, **here))
     ended = [watched(7, "complete", "", 0.625), watched(8, "unsupported", LONG)]
     shown.show(StudyProgress([], ended, best=(0.625, 7), num_done=2))
     assert [line.rstrip() for line in screen.text.splitlines()] == [
-        "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
-        "trial   9  running, no step reported",
-        "trial   9   40%  step 30",
+        "trial   8   30%  step 30/1,200  209 ex/s  loss 1.25  best 0.5",
+        "trial   9  check",
+        "trial   9  evaluating 143 texts (16,000 windows), 40 %  step 30/1,200  209 ex/s  loss 1.25",
+        "trial   9    0%  step 3, 0%",
         f"trial   7  complete      score 0.625  {describe_params(PARAMS)}  2/2 trials  best score so far",
         f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}  2/2 trials",
     ]
+
+
+@pytest.mark.parametrize("width", [44, 80, 120])
+def test_a_terminal_has_a_bar_for_each_running_trial_below_other_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    screen = Screen(width)
+    shown = display(tmp_path, screen, monkeypatch)
+    trials = [(watched(8), Progress(**STEP, best=0.5)), (watched(9), Progress(**STEP | EVALUATION))]
+    with shown.live:
+        shown.show(StudyProgress(trials))
+        frame = screen.text
+        shown.show(StudyProgress(trials, [watched(7, "complete", "", 0.625)]))
+        raw = screen.file.getvalue()
+    assert max(map(cell_len, frame.splitlines())) <= width
+    assert re.search(r"^trial   8 training   ━+.*(\n.*)?step 30/1,200  209 ex/s", frame, re.MULTILINE)
+    assert re.search(r"^trial   9 evaluation ━+.*(\n.*)?6,400/16,000 windows", frame, re.MULTILINE)
+    after = screen.text.removeprefix(frame)
+    assert after.index("trial   7  complete") < after.index("trial   8 training")
+    assert raw.count("\x1b[?25h") == 2, "the cursor is visible, also if the process is killed now"
 
 
 def test_text_of_others_is_neither_markup_nor_a_terminal_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,3 +132,19 @@ def test_speed_of_a_precision_is_a_median() -> None:
     *_, note, advice = trial_screens.verification([], "EPYC", "Use fp32.")
     assert "Speed (median of the repeats)" in str(note)
     assert str(advice) == "Use fp32."
+
+
+class Result(Shown):
+    def text(self) -> Any:
+        yield "<script>", [{"class <b>": "<script>alert(1)</script>", "empty": "", "rows": "3"}]
+        yield "", []
+        yield "  indented & escaped"
+
+
+def test_a_notebook_shows_escaped_tables() -> None:
+    shown = Result()._repr_html_()
+    assert not re.search("<script|<b>|empty", shown)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
+    assert shown.count("<table>") == 1
+    assert "  indented &amp; escaped" in shown
+    assert "<p" in as_html("one text")

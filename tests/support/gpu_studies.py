@@ -97,7 +97,7 @@ def run_trial(study: Path, folder: Path, killed_after: int | None = None) -> tup
     losses: list[float] = []
 
     def die(progress: Any) -> None:
-        if progress.step == killed_after:
+        if progress.part == "training" and progress.step == killed_after:
             os.kill(os.getpid(), signal.SIGKILL)
 
     callbacks = Callbacks(on_evaluation=lambda scored: losses.append(scored.train_loss), on_progress=die)

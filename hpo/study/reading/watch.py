@@ -8,18 +8,17 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import violation
 from hpo.config.study_config import StudyConfig
-from hpo.outcome import Outcome
+from hpo.outcome import Outcome, Progress
 from hpo.study.sampling.promotion import PAUSED_ATTR, is_paused
 from hpo.study.store.failures import DATABASE_ERRORS
 from hpo.study.store.process import this_machine
@@ -31,8 +30,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StudyProgress:
-    running: Sequence[tuple[FrozenTrial, Mapping[str, Any]]] = ()
-    """Each trial with `hpo.outcome.Progress` from its worker's last heartbeat, or {}."""
+    running: Sequence[tuple[FrozenTrial | None, Progress]] = ()
+    """Each trial (None: of no study) with its progress at its worker's last heartbeat."""
     ended: Sequence[FrozenTrial] = ()  # trials that have ended or paused since the last read
     best: tuple[float, int] | None = None
     """First objective and number of the best trial within the study's limits."""
@@ -70,8 +69,9 @@ class StudyWatch:
                 complete.append((trial.values[0], trial.number))
             if trial.number in progress_of and not trial.state.is_finished():
                 progress = json.loads(progress_of[trial.number] or "{}")
-                is_of_trial = progress.get("trial") == trial.number  # and not of its worker's last one
-                running.append((trial, progress if is_of_trial else {}))
+                if progress.pop("trial", None) != trial.number:  # of its worker's last one
+                    progress = {"part": "check"}
+                running.append((trial, Progress(**progress)))
             elif rest is not None and rest not in self._rests:
                 self._rests.add(rest)
                 if not self._own or trial.user_attrs.get("worker") in ours:
@@ -109,14 +109,14 @@ def outcome_of(trial: FrozenTrial) -> str:
 
 @contextmanager
 def watching(
-    watch: StudyWatch, show: Callable[[StudyProgress], None], seconds: float = 0.5
+    read: Callable[[], StudyProgress], show: Callable[[StudyProgress], None], seconds: float = 0.5
 ) -> Iterator[None]:
-    """Call `show` with the study's progress in a thread during the block, and once at its end."""
+    """Call `show` with what `read` returns, in a thread during the block, and once at its end."""
     leaving = threading.Event()
 
     def repeat() -> None:
         while not leaving.wait(seconds):
-            show(watch.read())
+            show(read())
 
     with ThreadPoolExecutor(1, "watch") as pool:
         repeating = pool.submit(repeat)
@@ -126,6 +126,6 @@ def watching(
             leaving.set()
             try:
                 repeating.result()  # raises an exception of the thread
-                show(watch.read())
+                show(read())
             except Exception as error:  # of the display: the result of the block counts
                 _logger.warning("The display of the trials failed: %s: %s", type(error).__name__, error)

@@ -40,7 +40,7 @@ def evaluate_best(
     When `stop` is set, this returns at the next batch. `folder` maps a trial's number to its checkpoints.
     """
 
-    def leave_if_stopped() -> None:
+    def leave_if_stopped(_: float) -> None:
         if stop.is_set():
             raise Preempted("told to stop.")
 

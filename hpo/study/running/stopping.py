@@ -60,7 +60,7 @@ class RunSummary:
     """Every trial has ended; told to stop; out of time; the rest is for other devices; the study was paused,
     cancelled or deleted."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
-    """Number of trials with an end here, by outcome. Empty for a study finished before."""
+    """Number of trials with an end or a pause here, by last outcome. Empty for a study finished before."""
     elsewhere: tuple[str, ...] = ()
     """Needs of the remaining trials if `ended` is "elsewhere": precisions, or the name of a device."""
 

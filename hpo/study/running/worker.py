@@ -41,6 +41,7 @@ from hpo.study.claims.lease import Lease
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.snapshot import Runnable
 from hpo.study.reading.detailed_evaluations import store_row_statistics
+from hpo.study.reading.watch import StudyWatch, outcome_of
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.open_study import OpenStudy
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Pace, RunSummary, Stop
@@ -108,6 +109,7 @@ def _work(study: OpenStudy, executor: Executor, stop: Stop) -> RunSummary:
     remote, removed = open_remote_store(config.checkpoint), set[int]()
     stored, top_k = storage.load_study(config.name), config.checkpoint.top_k
     keep_best = partial(keep_best_checkpoints, stored, study_folder, top_k, remote, removed)
+    watch = StudyWatch(storage, config, own=True)
     summary = run_worker(
         config,
         storage,
@@ -124,7 +126,7 @@ def _work(study: OpenStudy, executor: Executor, stop: Stop) -> RunSummary:
     )
     if summary.ended == "finished" and config.comparison is None:
         evaluate_best(executor, storage, folder, stop, remote)
-    return summary
+    return replace(summary, outcomes=Counter(map(outcome_of, watch.read().ended)))
 
 
 def run_worker(

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import optuna
 import pytest
@@ -227,7 +226,7 @@ def test_error_of_the_display_never_replaces_the_result(
         raise OSError("no terminal")
 
     block = pytest.raises(KeyError, match="of the block") if fails else nullcontext()
-    with block, watching(Mock(), show, 1e-3):
+    with block, watching(StudyProgress, show, 1e-3):
         if fails:
             raise KeyError("of the block")
     assert caplog.messages == ["The display of the trials failed: OSError: no terminal"]

@@ -149,7 +149,7 @@ class Evaluating:
         assert params == read_study(self.storage, "tiny").trials[1].params
         self.evaluated.append((folder.name, split))
         self.on_batch()
-        on_batch()
+        on_batch(0.5)
         return SimpleNamespace(as_json=lambda: DOCUMENT)
 
 
