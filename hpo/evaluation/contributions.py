@@ -75,7 +75,7 @@ def scored(statistics: Statistics, metric: str) -> Scored | None:
     """Score a run. None: a task of the metric has no labelled row, or the metric is undefined."""
     factor = -1.0 if is_error(metric) else 100.0
     names = metrics_by_task(statistics, metric)
-    used = {task: _bounded(statistics[task]) for task in names}
+    used = {task: bounded(statistics[task]) for task in names}
     values = {task: of.scores().get(names[task]) for task, of in used.items()}
     if any(value is None for value in values.values()):
         return None
@@ -114,7 +114,7 @@ def group_changes(of: RowStatistics, metric: str, group_N: NDArray[np.intp]) -> 
     return np.asarray(np.bincount(group_N, np.broadcast_to(bound, num_rows) / num_rows), np.float64)
 
 
-def _bounded(of: RowStatistics) -> RowStatistics:
+def bounded(of: RowStatistics) -> RowStatistics:
     return replace(of, values_N=kind_of(of.task).bounded(of.values_N))
 
 

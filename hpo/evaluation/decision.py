@@ -227,9 +227,7 @@ def common_bound(bounds_G: Array) -> float:
         return float(bounds_G[0]) if len(bounds_G) else math.inf
     above = bounds_G[bounds_G > 0]
     levels = np.exp((np.log(above).cumsum() + math.log(ALPHA)) / np.arange(1, len(above) + 1))
-    num = int(
-        np.argmax(levels >= np.append(above[1:], 0))
-    )  # the m of the first groups lies above the next one
+    num = int(np.argmax(levels >= np.append(above[1:], 0)))  # this m lies above the next bound
     hidden = float((above[: num + 1] - levels[num]).sum())
     return hidden / len(bounds_G) / -math.expm1(math.log(ALPHA) / len(bounds_G))
 

@@ -23,13 +23,13 @@ and 20 rows, 100, 100, 97 and 94 % of the intervals covered `f1_macro` of the po
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import betaincinv, ndtr, stdtrit
 
-from hpo.evaluation.contributions import group_changes, scored
+from hpo.evaluation.contributions import bounded, group_changes, scored
 from hpo.evaluation.decision import common_bound, excludable_loss
 from hpo.evaluation.record import Interval
 from hpo.tasks.kind import is_error, kind_of
@@ -148,8 +148,7 @@ def _reached(of: RowStatistics, metric: str, value: float) -> tuple[float, float
     sizes_G = _sizes(of)
     num_groups = len(sizes_G)
     unseen = excludable_loss(common_bound(sizes_G * num_groups / of.num_rows), num_groups)
-    bounded = replace(of, values_N=kind_of(of.task).bounded(of.values_N))
-    changes_G = group_changes(bounded, metric, of.groups(of.index_N))
+    changes_G = group_changes(bounded(of), metric, of.groups(of.index_N))
     loss = excludable_loss(common_bound(num_groups * changes_G), num_groups)
     if is_error(metric):  # the other rows may have no error
         return value * (1 - unseen), value + loss

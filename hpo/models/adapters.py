@@ -9,7 +9,6 @@ frozen ones come from the encoder again, and `base_digest` shows if they are the
 """
 
 import hashlib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -51,27 +50,20 @@ def add_adapter(encoder: nn.Module, settings: AdapterSettings) -> nn.Module:
     Raises ModelError if a target is no linear layer, InputError if peft is missing.
     """
     _import_peft()
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
+    targets = _targets(encoder, settings.lora_targets)
     config = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=_targets(encoder, settings.lora_targets),
+        target_modules=targets,
+        fan_in_fan_out=all(isinstance(encoder.get_submodule(name), Conv1D) for name in targets),
         use_dora=settings.adapter == "dora",
     )
-    adapted: Any = _inject(config, encoder)
+    adapted: Any = inject_adapter_in_model(config, encoder)
     adapted.base_digest = weights_digest(adapted)
     return cast(nn.Module, adapted)
-
-
-def _inject(config: Any, encoder: nn.Module) -> nn.Module:
-    """Add an adapter in place. peft sets `fan_in_fan_out` for each layer, and warns of that."""
-    from peft import inject_adapter_in_model
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set")
-        return inject_adapter_in_model(config, encoder)
 
 
 def _import_peft() -> None:
@@ -200,12 +192,12 @@ def save_adapter(encoder: Any, folder: Path, base: str | None) -> None:
 def load_adapter(encoder: nn.Module, folder: Path) -> nn.Module:
     """Add the adapter of `folder` to the encoder, in place. Raises ModelError if it does not fit."""
     _import_peft()
-    from peft import PeftConfig, set_peft_model_state_dict
+    from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
 
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode = False  # otherwise its weights would be frozen
-        adapted = _inject(config, encoder)
+        adapted: nn.Module = inject_adapter_in_model(config, encoder)
         stored = load_file(folder / ADAPTER_WEIGHTS)
         weights = {name.removeprefix(_PREFIX): value for name, value in stored.items()}
         keys: Any = set_peft_model_state_dict(adapted, weights)

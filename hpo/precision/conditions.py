@@ -15,6 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from hpo.precision.parts import to_float32
+
 
 @contextlib.contextmanager
 def training_without_dropout(model: nn.Module) -> Iterator[None]:
@@ -93,16 +95,10 @@ class SameDraws(TorchDispatchMode):
         dtype = kwargs.get("dtype") or (torch.float32 if of is None else of.dtype)
         if dtype not in _LOST_BITS or not _DRAWS.match(func.name()):
             return func(*args, **kwargs)
-        args, kwargs = tree_map(_widened, (args, kwargs))
-        drawn = _cut(func(*args, **kwargs), dtype)
+        args, kwargs = tree_map(
+            lambda one: torch.float32 if one is dtype else to_float32(one), (args, kwargs)
+        )
+        drawn, bits = func(*args, **kwargs), _LOST_BITS[dtype]
+        # Rounded towards 0: a uniform number stays below 1.
+        drawn = (drawn.view(torch.int32) >> bits << bits).view(torch.float32).to(dtype)
         return of.copy_(drawn) if of is not None and func._schema.is_mutable else drawn
-
-
-def _widened(value: Any) -> Any:
-    is_narrow = value.dtype in _LOST_BITS if isinstance(value, Tensor) else value in (*_LOST_BITS,)
-    return (value.float() if isinstance(value, Tensor) else torch.float32) if is_narrow else value
-
-
-def _cut(drawn: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round towards 0: a uniform number stays below 1."""
-    return (drawn.view(torch.int32) >> _LOST_BITS[dtype] << _LOST_BITS[dtype]).view(torch.float32).to(dtype)

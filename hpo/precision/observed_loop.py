@@ -19,10 +19,6 @@ from hpo.precision.effective import compiled_modules, observe
 from hpo.precision.observation import Observation
 
 
-class _Unfinished(Exception):
-    """Ends an observation before its pass is whole."""
-
-
 class ObservedLoop:
     """Observes a model in a loop and tells `on_seen` the mode: whether it was a training step.
 
@@ -105,5 +101,5 @@ class ObservedLoop:
         """End an observation without a result, as of a step that is not finished."""
         block, self._block = self._block, None
         if block:
-            with contextlib.suppress(_Unfinished), block:
-                raise _Unfinished
+            with contextlib.suppress(InterruptedError), block:
+                raise InterruptedError

@@ -75,7 +75,7 @@ def check_precision(
         raise InputError(supported.reason)
     amp = MixedPrecision(PRECISIONS[precision], AmpConfig(), device)
     with torch.enable_grad():
-        work = work_of_loss(loss_of_batch, batch, evaluates=try_loss(model, loss_of_batch, batch))
+        work = work_of_loss(model, loss_of_batch, batch)
         summed.clear()
         check = judge(measure_work(model, amp, work), CompatConfig())
         in_float32 = sorted(summed)
@@ -120,27 +120,24 @@ def device_of(model: nn.Module) -> DeviceInfo:
     return probe_device(devices.pop().type)
 
 
-def try_loss(model: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> bool:
-    """Try the loss in fp32, and return whether it works in evaluation mode too: a detector has none there.
+def work_of_loss(tried: nn.Module, loss_of_batch: LossOfBatch, batch: Any) -> Work:
+    """Try the loss in fp32, and return its work. In evaluation mode, a detector may have no loss.
 
     Raises its errors, and InputError if it is no loss.
     """
-    generators = held_generators(model, loss_of_batch, batch)
-    with unchanged(model), same_random_numbers(*generators):
-        loss = loss_of_batch(model, batch)
+    evaluates, generators = True, held_generators(tried, loss_of_batch, batch)
+    with unchanged(tried), same_random_numbers(*generators):
+        loss = loss_of_batch(tried, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise InputError("loss_of_batch: must give a scalar tensor that depends on the model's weights.")
     try:
-        with unchanged(model), same_random_numbers(*generators):
-            loss_of_batch(model.eval(), batch)
+        with unchanged(tried), same_random_numbers(*generators):
+            loss_of_batch(tried.eval(), batch)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return False
-    return True
+        evaluates = False
 
-
-def work_of_loss(loss_of_batch: LossOfBatch, batch: Any, *, evaluates: bool = True) -> Work:
     def loss_of(model: nn.Module) -> Tensor:
         seed_all(0)  # both sides draw the same; `measure_work` puts the generators back
         try:

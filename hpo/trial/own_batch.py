@@ -18,15 +18,9 @@ _LEAVES = (Tensor, np.ndarray, str, bytes, int, float, type, nn.Module, Function
 
 def arrays_of(batch: Any) -> list[Any]:
     """Return the tensors and NumPy arrays in a batch, in order."""
-    found: list[Any] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor | np.ndarray):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(note, batch)
-    return found
+    leaves: Any = []
+    map_leaves(lambda leaf: leaves.append(leaf) or leaf, batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
 
 
 def examples_of(batch: Any) -> float:

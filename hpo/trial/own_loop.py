@@ -36,7 +36,7 @@ from hpo.precision.table import Precision
 from hpo.random_numbers import held_generators, same_random_numbers
 from hpo.training.loop import CHECK_EVERY, apply_gradients, backward, repeated_in_fp32
 from hpo.training.optim import gradient_norm, needs_closure
-from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, try_loss, work_of_loss
+from hpo.trial.check_precision import LossOfBatch, device_of, fitting_batch, work_of_loss
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import Measurement, Work, measure_work
 from hpo.trial.own_batch import examples_of
@@ -228,7 +228,7 @@ class Run:
                 f"run.prepare: the model must be on run.device ({self.device}), but it is on {device.type}. "
                 "Call model.to(run.device)."
             )
-        work = work_of_loss(loss_of_batch, batch, evaluates=try_loss(model, loss_of_batch, batch))
+        work = work_of_loss(model, loss_of_batch, batch)
         check = self._check(model, work)
         trial.judge(check)
         skipped = check.verdict == "skipped"

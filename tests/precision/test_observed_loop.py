@@ -77,7 +77,7 @@ def test_compiled_model_is_not_observed() -> None:
     model, modes = nn.Sequential(nn.Linear(16, 2)), list[bool]()
     model[0].compile(backend="eager")
     loop = ObservedLoop(model, Observation(), modes.append)
-    loop.begin_step()
+    loop.begin_step("step")
     model(X)
     assert not is_in_torch_dispatch_mode()
     loop.close()

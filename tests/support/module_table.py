@@ -24,7 +24,7 @@ from hpo.config.sections import CompatConfig
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS as TABLE
 from hpo.precision.table import AmpConfig
-from hpo.trial.check_precision import device_of, try_loss, work_of_loss
+from hpo.trial.check_precision import device_of, work_of_loss
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import measure_work
 
@@ -461,7 +461,7 @@ def checked(case: Case, precision: str) -> Compatibility:
     """Return the verdict of `hpo.check_precision`, without its costs."""
     model, batch = made(case)
     amp = MixedPrecision(TABLE[precision], AmpConfig(), device_of(model))
-    work = work_of_loss(loss_of_batch, batch, evaluates=try_loss(model, loss_of_batch, batch))
+    work = work_of_loss(model, loss_of_batch, batch)
     return judge(measure_work(model, amp, work), CompatConfig())
 
 
