@@ -121,7 +121,7 @@ class StudyDisplay:
         self._objectives = config.objective
         self._total = "" if config.budget else f"/{config.num_trials}"
         self._printed_at = time.monotonic()
-        self._machine, self._was_busy, self._machine_due = DeviceTime(), False, self._printed_at + MIN_SECONDS
+        self._machine, self._was_busy, self._machine_due = DeviceTime(), False, time.monotonic() + MIN_SECONDS
 
     def show(self, look: StudyProgress) -> None:
         """Print the due lines. `look` is the present state of the study."""

@@ -10,6 +10,7 @@ from rich.console import Console
 from support.detailed_documents import document, nothing_known, task_document
 from support.tiny import tiny_study
 
+from hpo.device_time import REMEDY, DeviceTime, busy_text
 from hpo.outcome import Outcome
 from hpo.report import best_screens, screens, terminal, trial_screens
 from hpo.report.detailed import Detailed
@@ -78,6 +79,23 @@ def test_a_line_every_half_minute_and_one_for_each_end(
         f"trial   7  complete      score 0.625  {describe_params(PARAMS)}  2/2 trials  best score so far",
         f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}  2/2 trials",
     ]
+
+
+def test_busy_machine_is_named_at_its_start_and_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, clock, busy = Screen(250), [0.0], {"programs": 0.62, "stolen": 0.0, "share": 0.38, "busy": True}
+    monkeypatch.setattr(screens.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(DeviceTime, "facts", lambda _: busy | {"busy": not 60 < clock[0] < 120})
+    shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen)
+    lines = {}
+    for second in range(150):
+        clock[0], before = float(second), screen.text
+        shown.show(StudyProgress())
+        if screen.text != before:
+            lines[second] = screen.text.removeprefix(before).strip()
+    text = f"This machine is {busy_text(busy)}. {REMEDY}"
+    assert lines == {2: text, 62: "This machine is no longer busy.", 122: text}
 
 
 def test_text_of_others_is_neither_markup_nor_a_terminal_command(monkeypatch: pytest.MonkeyPatch) -> None:
