@@ -43,7 +43,7 @@ class StudyDisplay:
         self._total = "" if config.budget else f"/{config.num_trials}"
         self.live = live_on(self._console, transient=True)  # to be entered while trials are shown
         self._read, self._end, self._end_due = read, "", 0.0
-        self._machine, self._was_busy, self._machine_due = DeviceTime(), False, self._printed_at + MIN_SECONDS
+        self._machine, self._was_busy, self._machine_due = DeviceTime(), False, time.monotonic() + MIN_SECONDS
 
     def show(self, look: StudyProgress) -> None:
         """Print the due lines. `look` is the present state of the study."""

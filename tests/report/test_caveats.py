@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 from support.study_records import fake_record, fake_trial, record_of, tables_of, with_values
 
+from hpo.device_time import REMEDY, busy_text
 from hpo.report.best_screens import best_as_json, constant_warnings
 from hpo.report.caveats import caveats
 from hpo.report.status import study_status
@@ -41,6 +42,41 @@ def test_lost_spans_have_a_remedy_of_the_study(long_text: str, remedy: str) -> N
     notices = caveats(tables_of([trial], definition=definition))
     (notice,) = [one for one in notices if "5 true spans of who lost" in one.text]
     assert notice.advice == f"Nothing is learned from it. Raise `max_length`, or {remedy}"
+
+
+BUSY = {"programs": 0.62, "stolen": 0.0, "share": 0.38, "busy": True}
+
+
+def busy_trial(number: int, **facts: Any) -> TrialRecord:
+    trial = fake_trial(number, "fp32")
+    trial.telemetry.update(device={**trial.telemetry["device"], "shared": True}, device_time=BUSY | facts)
+    return trial
+
+
+def test_busy_devices_have_their_own_advice_and_no_other() -> None:
+    trials = [busy_trial(3), busy_trial(5, share=0.5, programs=0.5)]
+    known = f"trial 3 ({busy_text(BUSY)})"
+    notices = caveats(tables_of([*trials, fake_trial(6, "fp32")]))
+    (notice,) = [one for one in notices if "busy in" in one.text]
+    assert notice.text.startswith(
+        f"The device was busy in 2 of 3 trials: {known}, trial 5 (busy: hpo got 50%"
+    )
+    assert notice.advice == f"Their speed is in no comparison. {REMEDY}"
+    assert (
+        f"{notice.text} {notice.advice}"
+        in study_status(record_of([*trials, fake_trial(6, "fp32")]))["warnings"]
+    )
+    assert "shared a device" not in texts(trials)
+    assert "was busy 62% of the time (median of 1 trial)" in texts([*trials, fake_trial(6, "fp32")])
+    assert not any("batch_size" in one.advice for one in caveats(tables_of(trials)))
+    assert not tables_of(trials).trials["counts_for_speed"].any()
+
+
+def test_quiet_device_is_no_caveat() -> None:
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32")]
+    trials[0].telemetry["device_time"] = BUSY | {"busy": False}
+    assert "busy in" not in texts(trials)
+    assert tables_of(trials).trials["counts_for_speed"].all()
 
 
 def test_equal_configurations_under_every_precision_have_no_caveat() -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from support.detailed_documents import document, nothing_known, task_document
 from support.tiny import tiny_study
 
+from hpo.device_time import REMEDY, DeviceTime, busy_text
 from hpo.outcome import Outcome, Progress
 from hpo.report import best_screens, progress, terminal, trial_screens
 from hpo.report.detailed import Detailed
@@ -113,6 +114,21 @@ def test_a_terminal_has_a_bar_for_each_running_trial_below_other_lines(
     after = screen.text.removeprefix(frame)
     assert after.index("trial   7  complete") < after.index("trial   8 training")
     assert raw.count("\x1b[?25h") == 2, "the cursor is visible, also if the process is killed now"
+def test_busy_machine_is_named_at_its_start_and_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, clock, busy = Screen(250), [0.0], {"programs": 0.62, "stolen": 0.0, "share": 0.38, "busy": True}
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(DeviceTime, "facts", lambda _: busy | {"busy": not 60 < clock[0] < 120})
+    shown = StudyDisplay(tiny_study(tmp_path, n_trials=2), console=screen)
+    lines = {}
+    for second in range(150):
+        clock[0], before = float(second), screen.text
+        shown.show(StudyProgress())
+        if screen.text != before:
+            lines[second] = screen.text.removeprefix(before).strip()
+    text = f"This machine is {busy_text(busy)}. {REMEDY}"
+    assert lines == {2: text, 62: "This machine is no longer busy.", 122: text}
 
 
 def test_text_of_others_is_neither_markup_nor_a_terminal_command(monkeypatch: pytest.MonkeyPatch) -> None:
