@@ -149,7 +149,7 @@ def parallel_coordinates(tables: StudyTables) -> Iterator[Chart]:
             text = _text(choices[int(value)] if choices else format_number(value))
             labels.append({"x": place, "y": points[place][row], "text": text, "showarrow": False})
     # A line goes past settings that the trial lacks. The infinite height becomes a gap before the next trial.
-    table = pd.DataFrame(points).sort_index(axis="columns").stack()
+    table = pd.concat(points).dropna().swaplevel().sort_index()
     traces = []
     for precision, group in _by_group(rows, rows["precision"]):
         color, _ = PRECISION_STYLES.get(precision, _OTHER_STYLE)
