@@ -19,7 +19,7 @@ from pydantic import (
 
 from hpo.config.study_file import CheckedSection, Problem, one_of, refuse, show
 from hpo.extensions import NO_DATA, SOURCES, Source, has_own_loop, or_own
-from hpo.section import Count, Section, Whole
+from hpo.section import Count, Section, Switch, Whole
 from hpo.tasks.kind import KINDS, known_kind
 
 
@@ -126,19 +126,36 @@ class FilesConfig(Section):
     test: StudyPath | None = None
 
 
-class ColumnsConfig(Section):
-    """Columns of csv, parquet and hub."""
+def _column(name: Any) -> Any:
+    return str(name) if type(name) is int else name
 
-    id: str | None = None
+
+Column = Annotated[str, BeforeValidator(_column)]
+"""The name of a column, also a whole number."""
+
+
+def _columns(given: Any) -> Any:
+    if isinstance(given, list | tuple) and all(isinstance(name, str | int) for name in given):
+        return _names(tuple(map(str, given)))
+    return _column(given)
+
+
+class ColumnsConfig(Section):
+    """Columns of csv, parquet and hub: names, or numbers from 0 with `csv: {header: false}`."""
+
+    id: Column | None = None
     """Column with a unique id. Default: the number of the row."""
-    text: str = "text"
+    text: Column = "text"
     """Column with the text."""
-    group: str | None = None
+    group: Column | None = None
     """Column with the group, as text or a whole number: the same for rows of one author, patient or document.
     They stay in one split, and are one piece of evidence. A row with an empty cell is its own group."""
-    labels: dict[str, str] = Field(default_factory=dict)
-    """Task to column. A cell has a class or number, or several classes: a list or `a|b`."""
-    spans: dict[str, str] = Field(default_factory=dict)
+    labels: dict[str, Annotated[str | tuple[str, ...], BeforeValidator(_columns)]] = Field(
+        default_factory=dict
+    )
+    """Task to column. A cell has a class or number, or several classes: a list or `a|b`. Several columns are
+    the classes of a `multi_label` task, with 0 or 1 in their cells."""
+    spans: dict[str, Column] = Field(default_factory=dict)
     """Task to column of spans: `{name: [[start, end], ...]}`, or `[[start, end], ...]` for one span name. A
     span is the characters `text[start:end]`: counts start at 0, and `end` is excluded."""
 
@@ -165,18 +182,33 @@ def _encoding(name: str) -> str:
 Character = Annotated[str, AfterValidator(_one_character)]
 
 
-class CsvConfig(Section):
+class CsvConfig(CheckedSection):
     """Format of csv files (csv, and csv files of hub)."""
 
     delimiter: Character | None = None
     """Delimiter of cells: a character, or `tab`. Default: `,`, `;`, tab or `|`, detected from the columns."""
     list_separator: Character | None = None
     """Separator of classes in a cell without a JSON list. Default: `|`."""
+    header: Switch = True
+    """False: the first line is a row, and the columns have the numbers 0, 1, 2 ... or `names`."""
+    names: Names | None = None
+    """Names of all columns in the order of the file, with `header: false`."""
+    decimal: Literal[".", ","] | None = None
+    """Mark of decimals in numbers. Default: decided from all numbers of a task."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
     """Encoding, such as cp1252 or utf-16. Default: UTF-8."""
     empty: Literal["none", "unlabelled"] = "none"
     """Meaning of an empty cell for a multi_label task: no class, or an unlabelled row. For other tasks an
     empty cell is an unlabelled row."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.names and self.header:
+            yield Problem(("names",), "is read with `header: false`.")
+
+    @property
+    def has_decimal_comma(self) -> bool:
+        """True if a comma may be the mark of decimals: Excel then writes `;` or a tab between cells."""
+        return self.decimal == "," or (self.decimal is None and self.delimiter != ",")
 
 
 class HubConfig(Section):

@@ -18,12 +18,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
+from hpo.tasks.numbers import NumberText, readings
 
 TaskConfigs = Mapping[str, TaskConfig]
 NO_CSV = CsvConfig(delimiter=",")
@@ -39,13 +41,15 @@ class Row:
     problems: Sequence[str] = ()
     span_tasks: frozenset[str] | None = None
     """Span tasks with a truth in this row; None: all, if it has spans."""
+    numbers: Sequence[NumberText] = ()
 
 
 def read_labels(
     cells: Mapping[str, Any], tasks: TaskConfigs, csv: CsvConfig, problems: list[str]
-) -> dict[str, Any]:
-    """Return the labels of a row's cells by task, without the unlabelled ones."""
-    labels = {}
+) -> tuple[dict[str, Any], list[NumberText]]:
+    """Return the labels of a row's cells by task, without the unlabelled ones, and the numbers in text."""
+    labels: dict[str, Any] = {}
+    numbers: list[NumberText] = []
     for task, cell in cells.items():
         kind = KINDS[tasks[task].kind] if task in tasks else None
         if kind is None:  # The check of rows knows the names of all tasks.
@@ -54,12 +58,14 @@ def read_labels(
             if kind.is_list and cell is not None and csv.empty == "none":
                 labels[task] = []
         else:
-            separator, comma = csv.list_separator or "|", csv.delimiter != ","
+            separator, comma = csv.list_separator or "|", csv.has_decimal_comma
             try:
                 labels[task] = kind.from_cell(cell, separator, has_decimal_comma=comma)
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
-    return labels
+            if kind.is_number and isinstance(cell, str) and isinstance(labels.get(task), float):
+                numbers.append((task, cell, readings(cell, has_decimal_comma=comma)))
+    return labels, numbers
 
 
 def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
@@ -67,8 +73,8 @@ def read_jsonl_row(row: Row, tasks: TaskConfigs) -> Row:
     if not isinstance(row.row, dict) or not isinstance(row.row.get("labels"), dict):
         return row
     problems: list[str] = []
-    row.row["labels"] = read_labels(row.row["labels"], tasks, NO_CSV, problems)
-    return Row(row.where, row.row, problems) if problems else row
+    row.row["labels"], numbers = read_labels(row.row["labels"], tasks, NO_CSV, problems)
+    return Row(row.where, row.row, problems, numbers=numbers) if problems or numbers else row
 
 
 class Table:
@@ -103,12 +109,21 @@ class Table:
                 if task not in known:
                     hint = did_you_mean(task, known)
                     raise DataError(f"data.columns.{key}: no task with {key} is called `{task}`.{hint}")
+        for task, given in columns.labels.items():
+            kind = KINDS[self._tasks[task].kind]
+            if not isinstance(given, str) and not (kind.has_classes and kind.is_list):
+                raise DataError(
+                    f"data.columns.labels.{task}: several columns must be those of a multi_label task."
+                )
 
     @property
     def names(self) -> list[str]:
         """Columns to read."""
         columns = self._columns
-        names = (columns.id, columns.text, columns.group, *columns.labels.values(), *columns.spans.values())
+        labels = chain.from_iterable(
+            [one] if isinstance(one, str) else one for one in columns.labels.values()
+        )
+        names = (columns.id, columns.text, columns.group, *labels, *columns.spans.values())
         return [name for name in dict.fromkeys(names) if name is not None]
 
     def check(self, header: Sequence[str]) -> None:
@@ -133,10 +148,13 @@ class Table:
         by_task = {}
         for task, column in self._columns.labels.items():
             try:
-                by_task[task] = _class_of_number(cells[column], self._class_names.get(column))
+                if isinstance(column, str):
+                    by_task[task] = _class_of_number(cells[column], self._class_names.get(column))
+                else:
+                    by_task[task] = _classes_of_columns({name: cells[name] for name in column})
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
-        labels = read_labels(by_task, self._tasks, csv, problems)
+        labels, numbers = read_labels(by_task, self._tasks, csv, problems)
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
         for task, column in self._columns.spans.items():
@@ -162,7 +180,7 @@ class Table:
         row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
         if self._columns.group is not None:
             row["group"] = cells[self._columns.group]
-        return Row(where, row, problems, frozenset(annotated))
+        return Row(where, row, problems, frozenset(annotated), numbers)
 
 
 def unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -195,6 +213,17 @@ def _class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
         got = f"{shorten(repr(cell), 60)}.{did_you_mean(str(cell), names)}"
         raise ValueError(f" must be a class of the data set, but got {got}")
     return names[int(number)]
+
+
+def _classes_of_columns(cells: Mapping[str, Any]) -> list[str] | None:
+    """Return the columns with a 1 or true, or None if all cells are blank. Raises ValueError for another cell
+    than 0, 1, false and true."""
+    if all(map(_is_blank, cells.values())):
+        return None
+    held = {name: str(cell).strip().lower() for name, cell in cells.items()}
+    if wrong := [name for name in held if held[name] not in ("0", "0.0", "false", "1", "1.0", "true")]:
+        raise ValueError(f": column {wrong[0]} must be 0 or 1, but got {shorten(repr(cells[wrong[0]]), 60)}")
+    return [name for name in held if held[name] in ("1", "1.0", "true")]
 
 
 def _is_blank(cell: Any) -> bool:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig
+from hpo.data.compressed import bare_suffix
 from hpo.data.examples import problem_list
 from hpo.data.sources import JSON_LINES, nearest_file, text_rows
 from hpo.device import limit_threads, probe_device
@@ -98,7 +99,7 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file.{nearest_file(path)}")
-    if (pair := model.settings.windowing.pair_segments) and path.suffix.lower() not in JSON_LINES:
+    if (pair := model.settings.windowing.pair_segments) and bare_suffix(path) not in JSON_LINES:
         raise DataError(
             f"{path}: must be jsonl, since the model takes a pair of segments of each text: `segments` with "
             f"{' and '.join(pair)} as {{name: [start, end]}}."

@@ -1,10 +1,12 @@
 """The kinds with classes of a row: one class, or any number."""
 
+import ast
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -50,6 +52,17 @@ _WHOLE = re.compile(r"(-?\d+)\.0+")
 """A whole number from pandas, in a csv column with an empty cell."""
 _LIST = re.compile(r"""\[\s*([\["'{].*|-?\d.*)?\]""", re.DOTALL)
 """A list of JSON, pandas or NumPy. Its first item begins with a quote, a bracket or a digit."""
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_ITEM = rf"(?:{_QUOTED}|-?\d+)"
+_LISTS = {
+    "[": re.compile(rf"\[\s*(?:{_ITEM}(?:\s*,\s*|\s+|(?=\])))*\]"),
+    "(": re.compile(rf"\(\s*(?:{_ITEM}\s*,\s*)*(?:(?<=,)|(?<=, )){_ITEM}?\s*\)|\(\)"),
+    "{": re.compile(rf"\{{\s*(?:(?:{_QUOTED}|[^\s'\"{{}},:][^'\"{{}},:]*)(?:\s*,\s*|(?=\}})))*\}}"),
+}
+"""By first character: a list of Python or NumPy, a tuple, a set or an array of PostgreSQL."""
+_NO_CLASS = re.compile(r"(?:\[|(?:frozenset|set|tuple|list|array)\().*|\{.*\}", re.DOTALL)
+_BITS = {"0", "1", "False", "True"}
+_MARKS = re.compile(r"[,;/|&+\n]")
 _LEAST_PROBABILITY = 1e-15
 """Probabilities in losses lie between this and 1 minus this."""
 _AT_ONCE = 2**20
@@ -79,6 +92,12 @@ class _Labels(Kind):
             form = "a list of classes" if self.is_list else "one class"
             raise not_classes(form, value)
         unknown = [item for item in classes if item not in self._index]
+        if self.is_list and len(classes) > 1 and set(classes) <= _BITS and (unknown or len({*classes}) < 2):
+            got = shorten(repr(value), 60)
+            raise ValueError(f" must be a list of classes, but got a row of 0 and 1 (multi-hot): {got}")
+        if unknown and self.is_list and {*map(str.strip, _MARKS.split(unknown[0]))} & self._index.keys():
+            remedy = "give a list, or name their separator in `data.csv.list_separator`"
+            raise ValueError(f": unknown class `{unknown[0]}`. If it names several, {remedy}")
         if unknown:
             raise ValueError(f": unknown class `{unknown[0]}`.{did_you_mean(unknown[0], self.task.labels)}")
         if len(set(classes)) < len(classes):
@@ -215,11 +234,18 @@ class MultiLabel(_Labels, Binary):
     def from_cell(cls, cell: Any, list_separator: str, *, has_decimal_comma: bool) -> Any:
         if not isinstance(cell, str):
             return cell if isinstance(cell, list) else [cell]
-        if cell.lstrip().startswith("["):
-            try:
-                return json.loads(cell)
-            except ValueError as error:  # JSONDecodeError, or a number of too many digits
-                raise ValueError(f' must be JSON in double quotes, as `["a", "b"]`, but {error}') from None
+        text = cell.strip()
+        with suppress(ValueError, SyntaxError):
+            if text.startswith("["):
+                return json.loads(text)
+        with suppress(SyntaxError):
+            if (form := _LISTS.get(text[0])) and form.fullmatch(text):
+                bare = r"[^\s,][^,]*" if form is _LISTS["{"] else r"-?\d+"
+                items = re.findall(rf"({_QUOTED})|({bare})", text[1:-1])
+                return [ast.literal_eval(quoted) if quoted else other.strip() for quoted, other in items]
+        if _NO_CLASS.fullmatch(text):
+            got = shorten(repr(text), 60)
+            raise ValueError(f' must be a list, as `["a", "b"]` or `a{list_separator}b`, but got {got}')
         return [part for piece in cell.split(list_separator) if (part := piece.strip())]
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:

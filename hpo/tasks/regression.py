@@ -5,9 +5,7 @@ Metrics sum squares in float64, so a target and the spread of the targets need a
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -20,6 +18,7 @@ from torch import Tensor
 from hpo.errors import DataError, shorten
 from hpo.tasks.example import Example, Label
 from hpo.tasks.kind import ByName, Counts, FloatArray, Kind, Likely, Predicted, RowValues, Scores, Task
+from hpo.tasks.numbers import readings
 from hpo.tasks.options import DecodingThresholds, LossOptions
 from hpo.tasks.sums import mean_of_windows
 from hpo.tasks.tokenized_split import AnyArray, BoolArray, TokenizedSplit
@@ -47,15 +46,12 @@ class Regression(Kind):
     @classmethod
     def from_cell(cls, cell: Any, list_separator: str, *, has_decimal_comma: bool) -> Any:
         if isinstance(cell, str):
-            # Excel writes `;` between cells exactly where the comma is that of decimals.
-            is_decimal_comma = has_decimal_comma and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
-            with suppress(ValueError):
-                return float(cell.replace(",", ".") if is_decimal_comma else cell)
+            return next(iter(readings(cell, has_decimal_comma=has_decimal_comma).values()), cell)
         return float(cell) if isinstance(cell, Decimal) else cell
 
     def label(self, value: Any) -> Label:
         if type(value) not in (int, float) or not abs(value) < math.inf:
-            got = shorten(repr(value), 60)
+            got = f"{shorten(repr(value), 60)}. Write plain digits, as -1234.5"
             raise ValueError(f" must be a finite number, but got {got}. Leave it empty if it is unknown")
         if abs(value) > _LARGEST:
             got = shorten(repr(value), 60)
