@@ -126,18 +126,7 @@ class FilesConfig(Section):
     test: StudyPath | None = None
 
 
-def _column(name: Any) -> Any:
-    return str(name) if type(name) is int else name
-
-
-Column = Annotated[str, BeforeValidator(_column)]
-"""The name of a column, also a whole number."""
-
-
-def _columns(given: Any) -> Any:
-    if isinstance(given, list | tuple) and all(isinstance(name, str | int) for name in given):
-        return _names(tuple(map(str, given)))
-    return _column(given)
+Column = Annotated[str, BeforeValidator(lambda name: str(name) if type(name) is int else name)]
 
 
 class ColumnsConfig(Section):
@@ -150,7 +139,7 @@ class ColumnsConfig(Section):
     group: Column | None = None
     """Column with the group, as text or a whole number: the same for rows of one author, patient or document.
     They stay in one split, and are one piece of evidence. A row with an empty cell is its own group."""
-    labels: dict[str, Annotated[str | tuple[str, ...], BeforeValidator(_columns)]] = Field(
+    labels: dict[str, Column | Annotated[tuple[Column, ...], Field(strict=False)]] = Field(
         default_factory=dict
     )
     """Task to column. A cell has a class or number, or several classes: a list or `a|b`. Several columns are
@@ -182,7 +171,7 @@ def _encoding(name: str) -> str:
 Character = Annotated[str, AfterValidator(_one_character)]
 
 
-class CsvConfig(CheckedSection):
+class CsvConfig(Section):
     """Format of csv files (csv, and csv files of hub)."""
 
     delimiter: Character | None = None
@@ -193,22 +182,11 @@ class CsvConfig(CheckedSection):
     """False: the first line is a row, and the columns have the numbers 0, 1, 2 ... or `names`."""
     names: Names | None = None
     """Names of all columns in the order of the file, with `header: false`."""
-    decimal: Literal[".", ","] | None = None
-    """Mark of decimals in numbers. Default: decided from all numbers of a task."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
     """Encoding, such as cp1252 or utf-16. Default: UTF-8."""
     empty: Literal["none", "unlabelled"] = "none"
     """Meaning of an empty cell for a multi_label task: no class, or an unlabelled row. For other tasks an
     empty cell is an unlabelled row."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.names and self.header:
-            yield Problem(("names",), "is read with `header: false`.")
-
-    @property
-    def has_decimal_comma(self) -> bool:
-        """True if a comma may be the mark of decimals: Excel then writes `;` or a tab between cells."""
-        return self.decimal == "," or (self.decimal is None and self.delimiter != ",")
 
 
 class HubConfig(Section):
@@ -344,6 +322,8 @@ class SourceConfig(CheckedSection):
                 yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
             elif self.tasks is None:
                 yield Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
+        if self.csv.names and self.csv.header:
+            yield Problem(("csv", "names"), "is read with `header: false`.")
         is_own = self.source not in (*get_args(Source), NO_DATA)
         for key in ("hub", "tasks") if self.source == "hub" else ("tasks",) if is_own else ():
             if getattr(self, key) is None:

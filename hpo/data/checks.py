@@ -8,7 +8,7 @@ import logging
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
@@ -167,8 +167,6 @@ class CutFacts:
     num_windows: Mapping[str, int]
     num_lost_spans: Mapping[str, Mapping[str, int]]
     """By task, the number of spans not whole in any window."""
-    num_same: int = 0
-    """Number of texts that become equal to a different text."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +180,8 @@ class LengthFacts:
     """By task."""
     cuts: Sequence[CutFacts]
     """By `max_length`, the smallest first."""
-    num_unknown: int = 0
-    """Number of unknown tokens."""
-    num_same: int = 0
-    """Number of texts with all tokens of a different text."""
+    num_unknown_tokens: int = 0
+    num_texts_of_equal_tokens: int = 0
 
 
 def length_facts(
@@ -198,7 +194,6 @@ def length_facts(
         task: {name: len(s.spans[task].rows_S4) + s.num_lost_spans[task] for name, s in whole.items()}
         for task in next(iter(whole.values())).spans
     }
-    keys_E = np.concatenate([text_keys(row.text for row in split.examples) for split in whole.values()])
     longest = max(int(split.lengths_W.max()) for split in whole.values())
     cuts = []
     for windowing in windowings:
@@ -211,7 +206,6 @@ def length_facts(
                 {name: int((s.lengths_W > windowing.max_length).sum()) for name, s in whole.items()},
                 {name: split.num_windows for name, split in cut.items()},
                 {task: {name: s.num_lost_spans[task] for name, s in cut.items()} for task in num_spans},
-                _num_same(cut, keys_E) if windowing.long_text == "truncate" else 0,
             )
         )
     return LengthFacts(
@@ -222,18 +216,16 @@ def length_facts(
         },
         num_spans=num_spans,
         cuts=cuts,
-        num_unknown=sum(int((s.input_ids_T == tokenizer.unk_token_id).sum()) for s in whole.values()),
-        num_same=_num_same(whole, keys_E),
+        num_unknown_tokens=sum(int((s.input_ids_T == tokenizer.unk_token_id).sum()) for s in whole.values()),
+        num_texts_of_equal_tokens=_num_equal(whole.values()),
     )
 
 
-def _num_same(splits: Mapping[str, TokenizedSplit], keys_E: NDArray[np.int64]) -> int:
+def _num_equal(splits: Collection[TokenizedSplit]) -> int:
     """Return the number of texts with the tokens of a text with another key; a text is one window."""
-    tokens = [
-        hash(t.tobytes()) for s in splits.values() for t in np.split(s.input_ids_T, s.window_start_W1[1:-1])
-    ]
-    pairs = np.unique(np.stack([tokens, keys_E]), axis=1)
-    values, counts = np.unique(pairs[0], return_counts=True)
+    keys = np.concatenate([text_keys(row.text for row in split.examples) for split in splits])
+    tokens = [hash(t.tobytes()) for s in splits for t in np.split(s.input_ids_T, s.window_start_W1[1:-1])]
+    values, counts = np.unique(np.unique([tokens, keys], axis=1)[0], return_counts=True)
     return int(np.isin(tokens, values[counts > 1]).sum())
 
 
@@ -245,12 +237,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts, config: StudyConfig) -> l
     """Return the advice; names are between backticks."""
     num_texts = sum(split.num_rows for split in data.splits.values())
     num_windows = max(cut.num_windows["train"] for cut in lengths.cuts)
-    advice = [
-        *_leaks(data, config),
-        *_unknown(lengths, num_texts),
-        *_cuts(lengths, num_texts, config),
-        *_batch(num_windows, config),
-    ]
+    advice = [*_leaks(data, config), *_cuts(lengths, num_texts, config), *_batch(num_windows, config)]
     is_csv = "csv" in (config.data.source, *(one.source for one in config.data.sources))
     for task in data.tasks:
         advice += [*_unlabelled(task, is_csv=is_csv), *_few_rows(task), *_missing_classes(task)]
@@ -279,18 +266,14 @@ def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[str]:
             )
 
 
-def _unknown(lengths: LengthFacts, num_texts: int) -> Iterator[str]:
-    total, other = sum(lengths.num_tokens.values()), "Take an encoder with a vocabulary for them"
-    if lengths.num_unknown >= 0.05 * total:
-        yield f"{_part(lengths.num_unknown, total, 'token', 'the data')} unknown to the tokenizer. {other}."
-    if lengths.num_same >= 0.01 * num_texts and lengths.num_same:
-        same = _part(lengths.num_same, num_texts, "text", "the data")
-        yield f"{same} equal in tokens to a different text, so no model can tell them apart. {other}."
-
-
 def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator[str]:
     cuts_off = config.data.long_text == "truncate"
     longest = max(values[-1] for values in lengths.quantiles.values())
+    num_tokens, other = sum(lengths.num_tokens.values()), "Take an encoder with a vocabulary for them."
+    if (num := lengths.num_unknown_tokens) >= 0.05 * num_tokens:
+        yield f"{_part(num, num_tokens, 'token', 'the data')} unknown to the tokenizer. {other}"
+    if (num := lengths.num_texts_of_equal_tokens) and num >= 0.01 * num_texts:
+        yield f"{_part(num, num_texts, 'text', 'the data')} equal in tokens to a different text. {other}"
     remedy = f"set `data.long_text: window`, or raise `max_length` (the longest text has {longest:,} tokens)"
     for cut in lengths.cuts:
         lost = {task: sum(of.values()) for task, of in cut.num_lost_spans.items()}
@@ -301,9 +284,6 @@ def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator
                     f"{remedy if cuts_off else 'raise `max_length`, or `data.stride` for shorter spans'}."
                 )
         num_over = sum(cut.num_over.values())
-        if (num := cut.num_same - lengths.num_same) >= 0.01 * num_texts and num > 0:
-            equal = f"{_part(num, num_texts, 'text', 'the data')} equal to a different text"
-            yield f"{equal} when cut at `max_length` {cut.max_length}: {remedy}."
         if cuts_off and num_over >= 0.05 * num_texts and not any(lost.values()):
             are_cut = f"{_part(num_over, num_texts, 'text', 'the data')} cut"
             yield f"{are_cut} at `max_length` {cut.max_length}: {remedy}."
@@ -394,10 +374,7 @@ def _inferred_classes(task: TaskFacts) -> Iterator[str]:
             "cell empty. If it is a class, list it in the `classes` of the task."
         )
     if KINDS[task.kind].is_list:
-        parts = {
-            label: [part.strip() for part in re.split(r"[,;/]|(?<=[01])\s+(?=[01])", label)]
-            for label in task.labels
-        }
+        parts = {label: [part.strip() for part in re.split("[,;/]", label)] for label in task.labels}
         numbers = Counter(part for pieces in parts.values() for part in set(pieces))
         for label, pieces in parts.items():
             if len(pieces) > 1 and max(numbers[part] for part in pieces) > 1:

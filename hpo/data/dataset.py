@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
 from hpo.config.study_file import show
@@ -30,7 +31,8 @@ from hpo.errors import DataError, InputError, did_you_mean
 from hpo.extensions import NO_DATA, SOURCES
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task, class_name, kind_of, not_classes
-from hpo.tasks.numbers import NumberColumn
+from hpo.tasks.labels import MULTI_HOT, is_multi_hot
+from hpo.tasks.regression import give_one_reading
 
 _logger = logging.getLogger("hpo.data")
 
@@ -107,7 +109,7 @@ def _load(config: SourceConfig, pair_segments: tuple[str, str] | None) -> DataSe
         for task in make_tasks(_with_inferred_classes(configs, readers["train"]), where)
     )
     checker = RowChecker(tasks, pair_segments, ignored)
-    splits = _checked(readers, checker, config.csv.decimal)
+    splits = _checked(readers, checker)
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
     for split in ("train", "validation"):
@@ -242,7 +244,7 @@ def _classes_of_rows(
 ) -> dict[str, set[str]]:
     """Return the classes of the training rows by task. Raises DataError if they are too few."""
     inferred: dict[str, set[str]] = {name: set() for name in tasks}
-    sizes: dict[str, set[int]] = {name: set() for name in tasks}
+    sizes = defaultdict[str, set[int]](set)
     num_rows, problems = 0, list[tuple[str, str]]()
     _logger.info("reading the classes of %s", train.name)
     for row in train.rows():
@@ -251,7 +253,7 @@ def _classes_of_rows(
         labels = row.row.get("labels") if isinstance(row.row, dict) else None
         for name in tasks:
             value = labels.get(name) if isinstance(labels, dict) else None
-            sizes[name].update([len(value)] if value and isinstance(value, list) else ())
+            sizes[name].update([len(value)] if isinstance(value, list) else ())
             for one in map(class_name, value if isinstance(value, list) else [value]):
                 if isinstance(one, str) and one:
                     inferred[name].add(one)
@@ -260,12 +262,8 @@ def _classes_of_rows(
     if not num_rows:
         raise _empty_split(train, "train")
     for name, classes in inferred.items():
-        if classes in ({"0", "1"}, {"False", "True"}) and len(sizes[name]) == 1:
-            raise DataError(
-                f"{train.name}: task `{name}` must have names of classes, but its lists are rows of 0 and 1 "
-                f"(multi-hot). Give lists of names, in a table `columns: {{labels: {{{name}: [COLUMN, ...]}}}}` "
-                "with a column of 0 and 1 for each class, or `classes` if these are the names."
-            )
+        if is_multi_hot(classes, sizes[name]):
+            raise DataError(f"{train.name}: task `{name}`: {MULTI_HOT}, or a column each in `data.columns`.")
         if len(classes) < (least := KINDS[configs[name].kind].min_labels):
             if problems:
                 raise _bad_rows(problems)
@@ -283,10 +281,8 @@ def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]
 # Splits
 
 
-def _checked(
-    readers: Mapping[str, Reader], checker: RowChecker, decimal: str | None
-) -> dict[str, list[Example]]:
-    numbers = defaultdict[str, NumberColumn](NumberColumn)
+def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
+    numbers = defaultdict[str, dict[str, Any]](dict)
     problems: list[tuple[str, str]] = []
     splits: dict[str, list[Example]] = {split: [] for split in readers}
     first_rows: dict[str, str] = {}
@@ -303,13 +299,15 @@ def _checked(
                     wrong = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
                 else:
                     splits[split].append(example)
-                    for number in row.numbers:
-                        numbers[number[0]].add(number, row.where, example.labels)
+                    for task, text, found in row.numbers:
+                        if found.get(".") != found.get(","):
+                            key = row.where if len(found) == 2 else next(iter(found))
+                            numbers[task].setdefault(key, (f"`{text}` ({row.where})", found, example.labels))
             problems += [(row.where, problem) for problem in wrong]
     if problems:
         raise _bad_rows(problems)
-    for task, column in numbers.items():
-        column.decide(task, decimal)
+    for task, of in numbers.items():
+        give_one_reading(task, of)
     for split, examples in splits.items():
         if not examples:
             raise _empty_split(readers[split], split)

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
@@ -30,7 +30,6 @@ import pyarrow.parquet as pq
 from hpo.code import errors_of_code
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, SourceConfig
-from hpo.data.compressed import SUFFIXES, bare_suffix, opened
 from hpo.data.tables import Row, Table, TaskConfigs, read_jsonl_row, unique_keys
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.extensions import SOURCES
@@ -40,6 +39,9 @@ _logger = logging.getLogger("hpo.data")
 SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
 _NO_JSONL = {b"[": "a JSON array", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh91AY&SY": "bz2"}
+_ARCHIVES = {b"PK\x03\x04": "a zip archive or Excel file", b"\xd0\xcf\x11\xe0": "an old Excel file"}
+_ARCHIVES |= {b"PAR1\x15": "parquet", b"\xfd7zXZ": "an xz archive", b"7z\xbc\xaf": "a 7-Zip archive"}
 DELIMITERS = (",", ";", "\t", "|")
 _ADVICE = "Save it as UTF-8 text, or name its encoding in `data.csv.encoding` (cp1252, cp1251, utf-16 ...)."
 
@@ -122,7 +124,9 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     readers: dict[str, Reader] = {}
     for split in SPLITS:
         given = getattr(config.files, split)
-        path = given or (config.path and _file_of(config.path / f"{split}.{config.source}"))
+        path = given or (config.path and config.path / f"{split}.{config.source}")
+        packed = path and next(path.parent.glob(f"{path.name}.[gzb][zs]*"), None)
+        path = path if given or not path or path.exists() else packed or path
         if path is None or not (given or path.exists() or split == "train"):
             continue
         if not path.is_file():
@@ -137,10 +141,30 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     return readers
 
 
-def _file_of(path: Path) -> Path:
-    """Return the path, or that of its compressed form if only this is there."""
-    packed = (path.with_name(path.name + suffix) for suffix in SUFFIXES)
-    return path if path.exists() else next(filter(Path.exists, packed), path)
+def bare_suffix(path: Path) -> str:
+    """Return the suffix in small letters, `.csv` for `texts.csv.gz`."""
+    return (path.with_suffix("") if path.suffix.lower() in (".gz", ".zst", ".bz2") else path).suffix.lower()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[io.BufferedReader]:
+    """Open the bytes of a file, uncompressed. Raises DataError for an archive or a cut file."""
+    with path.open("rb") as file:
+        head = file.peek(16)
+        if name := _form_of(head, _ARCHIVES):
+            raise DataError(f"{path}: must be text, but is {name}. Unpack or export it.")
+        if (codec := _form_of(head, _PACKED)) is None:
+            yield file
+            return
+    try:
+        with io.BufferedReader(pa.input_stream(str(path), compression=codec)) as unpacked:
+            yield unpacked
+    except OSError as error:
+        raise DataError(f"{path}: must be a whole {codec} file, but: {error}. Copy it again.") from None
+
+
+def _form_of(head: bytes, forms: Mapping[bytes, str]) -> str | None:
+    return next((form for first, form in forms.items() if head.startswith(first)), None)
 
 
 def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[Row]:
@@ -149,11 +173,9 @@ def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[R
     A table may lack the column of ids. `form` is that of the study's csv files; this file may have another.
     Raises DataError if the file cannot be read.
     """
-    suffix = bare_suffix(path)
-    is_by_number = not (form.header or form.names or suffix == ".csv")
-    table = Table(str(path), "row", ColumnsConfig() if is_by_number else columns, None)
+    table = Table(str(path), "row", columns, None)
     try:
-        match suffix:
+        match bare_suffix(path):
             case suffix if suffix in JSON_LINES:
                 yield from _jsonl_rows(path)
             case ".csv":
@@ -168,7 +190,7 @@ def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[R
 
 def _lines(path: Path) -> Iterator[Row]:
     """Yield a row for each line, without blank lines at the end."""
-    with opened(path) as file:
+    with _opened(path) as file:
         lines = file.read().removeprefix(b"\xef\xbb\xbf").splitlines()
     while lines and not lines[-1].strip():
         lines.pop()
@@ -184,12 +206,11 @@ def _labelled_rows(path: Path, tasks: TaskConfigs) -> Iterator[Row]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with opened(path) as lines:
+    with _opened(path) as lines:
         first = lines.peek(1000).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if is_a := next((form for magic, form in _NO_JSONL.items() if first.startswith(magic)), None):
+        if is_a := _form_of(first, _NO_JSONL):
             raise DataError(
-                f"{path}: must be UTF-8 text with one JSON object on each line, but is {is_a}. Write its "
-                "rows as lines."
+                f"{path}: must be UTF-8 with a JSON object on each line, but is {is_a}. Rewrite it."
             )
         for number, line in enumerate(lines, start=1):
             if number == 1:
@@ -208,19 +229,18 @@ def detected_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvC
     Raises DataError if the file is empty or no text, or its header lacks a column.
     """
     encoding = _detect_encoding(path, config.encoding)
-    with opened(path) as raw, io.TextIOWrapper(raw, encoding, newline="") as file:
+    with _opened(path) as raw, io.TextIOWrapper(raw, encoding, newline="") as file:
         lines = file.readlines(1 << 20)
     if not "".join(lines).strip():
         raise DataError(f"{path}: the file is empty; its first line must name the columns.")
     marks = (config.delimiter or ",", *(DELIMITERS if config.header or not config.delimiter else ()))
-    rows = {mark: _records(lines, mark, config) for mark in marks}
+    rows = {mark: _records(lines, mark, 1 if config.header else None) for mark in marks}
     headers = {mark: _header(next(iter(rows[mark]), []), config) for mark in marks}
     fits = [mark for mark, header in headers.items() if set(columns) <= set(header)]
     if not config.header:  # another mark may fit the first line by chance
-        widths = {mark: len(header) for mark, header in headers.items()}
-        alike = {mark: sum(len(row) == widths[mark] for row in rows[mark]) for mark in marks}
-        fits.sort(key=lambda mark: (alike[mark], widths[mark]), reverse=True)
-    delimiter = next(iter(fits), None) or max(headers, key=lambda mark: len(headers[mark]))
+        widths = {mark: (len(headers[mark]), [*map(len, rows[mark])]) for mark in marks}
+        fits.sort(key=lambda mark: (widths[mark][1].count(widths[mark][0]), widths[mark][0]), reverse=True)
+    delimiter = fits[0] if fits else max(headers, key=lambda mark: len(headers[mark]))
     header = headers[delimiter]
     for name in columns:
         if name not in header:
@@ -240,23 +260,19 @@ def shown(delimiter: str | None) -> str:
     return "tab" if delimiter == "\t" else f"`{delimiter}`"
 
 
-def _records(lines: Sequence[str], delimiter: str, form: CsvConfig) -> list[list[str]]:
-    """Return the header, or all rows without one."""
+def _records(lines: Sequence[str], delimiter: str, limit: int | None) -> list[list[str]]:
     records: list[list[str]] = []
     with suppress(csv.Error):
-        records.extend(
-            islice(csv.reader(lines, delimiter=delimiter, strict=True), 1 if form.header else None)
-        )
-    return records if form.header else [*filter(None, records)]
+        records.extend(islice(csv.reader(lines, delimiter=delimiter, strict=True), limit))
+    return records if limit else [*filter(None, records)]
 
 
 def _header(first: Sequence[str], form: CsvConfig) -> Sequence[str]:
-    """Return the names of the columns; `first` is the first row."""
     return first if form.header else form.names or [*map(str, range(len(first)))]
 
 
 def _detect_encoding(path: Path, given: str | None) -> str:
-    with opened(path) as file:
+    with _opened(path) as file:
         content = file.read()
     has_zeros = b"\0" in content
     if has_zeros and not given:
@@ -277,7 +293,7 @@ def csv_records(path: Path, form: CsvConfig) -> Iterator[tuple[int, list[str]]]:
     Raises DataError for broken CSV.
     """
     csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
-    with opened(path) as raw, io.TextIOWrapper(raw, form.encoding, newline="") as file:
+    with _opened(path) as raw, io.TextIOWrapper(raw, form.encoding, newline="") as file:
         records = csv.reader(file, delimiter=form.delimiter or ",", strict=True)
         end = 0
         try:
@@ -309,8 +325,8 @@ def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
             if not cells:
                 continue
             if len(cells) != len(header):
-                model = "the header" if form.header else "`csv.names`" if form.names else "the first row"
-                problem = f"must have {len(header)} cells as {model} has, but got {len(cells)}"
+                model = "header" if form.header else "`csv.names`" if form.names else "first row"
+                problem = f"must have {len(header)} cells as the {model} has, but got {len(cells)}"
                 yield Row(where, None, [f"{problem} (read with {shown(form.delimiter)})"])
             else:
                 yield table.row(where, number, dict(zip(header, cells, strict=True)), form)

@@ -10,8 +10,9 @@
     the text "None", "NA" ...   a class           a class                refused      refused
 
 (1) `data.csv.empty: unlabelled` makes it unlabelled; csv has no null, so its empty cells are empty text.
-Several classes are a list, the text of a JSON list, or `a|b`. Spans are {name: [[start, end], ...]} or, for
-a single span name, [[start, end], ...]; a table may hold them as JSON. Class names lose outer white space.
+Several classes are a list, its text as in JSON, Python, NumPy or PostgreSQL, `a|b`, or columns of 0 and 1. All
+numbers of a task in text have one mark of decimals. Spans are {name: [[start, end], ...]} or, for a single span
+name, [[start, end], ...]; a table may hold them as JSON. Class names lose outer white space.
 """
 
 import json
@@ -25,7 +26,7 @@ from typing import Any
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
-from hpo.tasks.numbers import NumberText, readings
+from hpo.tasks.regression import NumberText, readings
 
 TaskConfigs = Mapping[str, TaskConfig]
 NO_CSV = CsvConfig(delimiter=",")
@@ -58,13 +59,16 @@ def read_labels(
             if kind.is_list and cell is not None and csv.empty == "none":
                 labels[task] = []
         else:
-            separator, comma = csv.list_separator or "|", csv.has_decimal_comma
+            separator, comma = csv.list_separator or "|", csv.delimiter != ","
             try:
                 labels[task] = kind.from_cell(cell, separator, has_decimal_comma=comma)
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
-            if kind.is_number and isinstance(cell, str) and isinstance(labels.get(task), float):
-                numbers.append((task, cell, readings(cell, has_decimal_comma=comma)))
+            found = (
+                readings(cell, has_decimal_comma=comma) if kind.is_number and isinstance(cell, str) else {}
+            )
+            if labels.get(task) in found.values():
+                numbers.append((task, cell, found))
     return labels, numbers
 
 
@@ -109,20 +113,12 @@ class Table:
                 if task not in known:
                     hint = did_you_mean(task, known)
                     raise DataError(f"data.columns.{key}: no task with {key} is called `{task}`.{hint}")
-        for task, given in columns.labels.items():
-            kind = KINDS[self._tasks[task].kind]
-            if not isinstance(given, str) and not (kind.has_classes and kind.is_list):
-                raise DataError(
-                    f"data.columns.labels.{task}: several columns must be those of a multi_label task."
-                )
 
     @property
     def names(self) -> list[str]:
         """Columns to read."""
         columns = self._columns
-        labels = chain.from_iterable(
-            [one] if isinstance(one, str) else one for one in columns.labels.values()
-        )
+        labels = chain(*([one] if isinstance(one, str) else one for one in columns.labels.values()))
         names = (columns.id, columns.text, columns.group, *labels, *columns.spans.values())
         return [name for name in dict.fromkeys(names) if name is not None]
 
@@ -216,14 +212,13 @@ def _class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
 
 
 def _classes_of_columns(cells: Mapping[str, Any]) -> list[str] | None:
-    """Return the columns with a 1 or true, or None if all cells are blank. Raises ValueError for another cell
-    than 0, 1, false and true."""
-    if all(map(_is_blank, cells.values())):
-        return None
-    held = {name: str(cell).strip().lower() for name, cell in cells.items()}
-    if wrong := [name for name in held if held[name] not in ("0", "0.0", "false", "1", "1.0", "true")]:
+    """Return the columns with a 1, or None if all are blank. Raises ValueError for a cell beside 0 and 1."""
+    held = {name: str(cell).strip().lower().removesuffix(".0") for name, cell in cells.items()}
+    if wrong := [name for name in held if held[name] not in ("0", "1", "false", "true")]:
+        if all(map(_is_blank, cells.values())):
+            return None
         raise ValueError(f": column {wrong[0]} must be 0 or 1, but got {shorten(repr(cells[wrong[0]]), 60)}")
-    return [name for name in held if held[name] in ("1", "1.0", "true")]
+    return [name for name in held if held[name] in ("1", "true")]
 
 
 def _is_blank(cell: Any) -> bool:

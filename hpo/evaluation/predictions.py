@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 from types import NoneType
 from typing import Any
 
@@ -14,6 +13,7 @@ from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, Task, class_name, kind_of
+from hpo.tasks.labels import MULTI_HOT, is_multi_hot
 from hpo.training.metrics import row_statistics
 
 
@@ -50,8 +50,7 @@ def compare_predictions(
         task: a task as in `data.tasks` of a study file: `kind`, `classes` or `span_names`, and
             `primary_metric`, the metric of the comparison. Default classes are those of the truths.
         truths: one entry per row, like a row's labels: a class, a list of classes, or a number. For a kind
-            of spans: `{name: [[start, end], ...]}`. None: the row is not labelled. Lists of classes may be
-            multi-hot: rows of 0 and 1, one for each of the `classes`, here and in all runs.
+            of spans: `{name: [[start, end], ...]}`. None: the row is not labelled.
         reference: runs of the reference. A run is a list of predictions in the form of the truths, or None
             if it has no predictions. A run with an undefined metric, for example from NaN, has no score.
         other: runs of the other model. Runs pair by position, as by seed.
@@ -82,7 +81,6 @@ def compare_predictions(
             "reference, other: must have the same number of runs, at least one, but got "
             f"{len(sides['reference'])} and {len(sides['other'])}."
         )
-    task, truths, sides = _without_multi_hot(task, truths, sides)
     kind = kind_of(_task(task, truths))
     examples = [_example(kind, row, truth) for row, truth in enumerate(truths)]
     numbers = None if groups is None else _group_numbers(_plain("groups", groups), len(truths))
@@ -103,46 +101,8 @@ def _plain(where: str, values: Any) -> list[Any]:
     """A list of plain Python values; arrays have `tolist`."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(plain, list | tuple):
-        raise InputError(
-            f"{where}: must be a list or an array, but got a {type(values).__name__}: {show(values)}."
-        )
+        raise InputError(f"{where}: must be a list or an array, but got {show(values)}.")
     return [one.tolist() if hasattr(one, "tolist") else one for one in plain]
-
-
-def _without_multi_hot(task: Mapping[str, Any], truths: list[Any], sides: Any) -> Any:
-    """Return the task with classes, and rows of 0 and 1 as lists of classes."""
-    rows = [truth for truth in truths if truth is not None]
-    size = len(rows[0]) if isinstance(rows[0], list | tuple) else 0
-    is_named = not isinstance(task, Mapping) or {"0", "1"} <= {*map(str, task.get("classes") or ())}
-    if not size or not all(_is_multi_hot(row, size) for row in rows) or is_named:
-        return task, truths, sides
-    classes = task.get("classes") or [*map(str, range(size))]
-    if task.get("kind") != "multi_label" or len(classes) != size or (size == 1 and "classes" not in task):
-        form = f"rows of {size} numbers 0 and 1 (multi-hot)"
-        raise InputError(
-            f"truths: {form} need a multi_label task with {size} `classes`, but got {show(task)}."
-        )
-
-    def names(where: str, values: Any) -> Any:
-        for index, row in enumerate(values or ()):
-            if row is not None and not _is_multi_hot(row, size):
-                form = f"a row of {size} numbers 0 and 1 (multi-hot), as the truths"
-                raise InputError(f"{where}[{index}]: must be {form}, but got {show(row)}.")
-        return values and [row and [*compress(classes, row)] for row in values]
-
-    runs = {
-        side: [names(f"{side}[{n}]", run and _plain(f"{side}[{n}]", run)) for n, run in enumerate(of)]
-        for side, of in sides.items()
-    }
-    return {**task, "classes": classes}, names("truths", truths), runs
-
-
-def _is_multi_hot(row: Any, size: int) -> bool:
-    return (
-        isinstance(row, list | tuple)
-        and len(row) == size
-        and all(isinstance(one, int | float) and one in (0, 1) for one in row)
-    )
 
 
 def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
@@ -156,6 +116,8 @@ def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
             classes = {class_name(one) for value in values for one in (value if kind.is_list else [value])}
             if others := [one for one in classes if not isinstance(one, str)]:
                 raise InputError(f"truths: classes must be strings, but got {show(others[0])}.")
+            if kind.is_list and is_multi_hot(classes, {*map(len, values)}):
+                raise InputError(f"truths: {MULTI_HOT}, or give `classes`.")
             config = config.model_copy(update={"classes": tuple(sorted(classes))})
         primary, plain = config.primary_metric, config.model_copy(update={"primary_metric": None})
         if config.evidence_for:  # the name of another task

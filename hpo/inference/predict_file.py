@@ -20,9 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig
-from hpo.data.compressed import bare_suffix
 from hpo.data.examples import problem_list
-from hpo.data.sources import JSON_LINES, nearest_file, text_rows
+from hpo.data.sources import JSON_LINES, bare_suffix, nearest_file, text_rows
 from hpo.device import limit_threads, probe_device
 from hpo.errors import DataError, InputError
 from hpo.inference.model import Prediction, TrainedModel
