@@ -19,7 +19,7 @@ from pydantic import (
 
 from hpo.config.study_file import CheckedSection, Problem, one_of, refuse, show
 from hpo.extensions import NO_DATA, SOURCES, Source, has_own_loop, or_own
-from hpo.section import Count, Section, Whole
+from hpo.section import Count, Section, Switch, Whole
 from hpo.tasks.kind import KINDS, known_kind
 
 
@@ -132,24 +132,29 @@ class FilesConfig(Section):
 
 
 def _texts(value: Any) -> Any:
-    if isinstance(value, list | tuple) and len(value) == 2 and value[0] != value[1]:
-        return tuple(value)
-    if not isinstance(value, str):
-        raise ValueError(f"must be a column, or [first, second] for pairs of texts, but got {show(value)}.")
-    return value
+    if isinstance(value, list | tuple):
+        names = tuple(str(name) if type(name) is int else name for name in value)
+        if len(names) == 2 and names[0] != names[1]:
+            return names
+    elif isinstance(value, str) or type(value) is int:
+        return str(value)
+    raise ValueError(f"must be a column, or [first, second] for pairs of texts, but got {show(value)}.")
 
 
-Column = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+Column = Annotated[str, BeforeValidator(lambda name: str(name) if type(name) is int else name)]
 
 
 class ColumnsConfig(CheckedSection):
-    """Columns of csv, parquet and hub, flat keys of jsonl, or numbered columns of conll."""
+    """Columns of csv, parquet and hub, flat keys of jsonl, or numbered columns of conll.
 
-    id: str | None = None
+    Names, or numbers from 0 with `csv: {header: false}`.
+    """
+
+    id: Column | None = None
     """Column with a unique id. Default: the number of the row."""
     text: Annotated[str | tuple[str, str], BeforeValidator(_texts)] = "text"
     """Column with the text, or two columns with a pair of texts: `[premise, hypothesis]`."""
-    group: str | None = None
+    group: Column | None = None
     """Column with the group, as text or a whole number: the same for rows of one author, patient or document.
     They stay in one split, and are one piece of evidence. A row with an empty cell is its own group. For
     conll: `document`, the sentences after a line of -DOCSTART- or `# newdoc`."""
@@ -157,9 +162,12 @@ class ColumnsConfig(CheckedSection):
     """Column with a list of tokens, instead of `text`: the text is the tokens with one space between them."""
     tags: dict[str, Column] = Field(default_factory=dict)
     """Task to column with a list of tags, one for each token: BIO, IOB1, IOB2, BILOU or IOBES."""
-    labels: dict[str, str] = Field(default_factory=dict)
-    """Task to column. A cell has a class or number, or several classes: a list or `a|b`."""
-    spans: dict[str, str] = Field(default_factory=dict)
+    labels: dict[str, Column | Annotated[tuple[Column, ...], Field(strict=False)]] = Field(
+        default_factory=dict
+    )
+    """Task to column. A cell has a class or number, or several classes: a list or `a|b`. Several columns are
+    the classes of a `multi_label` task, with 0 or 1 in their cells."""
+    spans: dict[str, Column] = Field(default_factory=dict)
     """Task to column of spans: `{name: [[start, end], ...]}`, or `[[start, end], ...]` for one span name. A
     span is the characters `text[start:end]`: counts start at 0, and `end` is excluded."""
 
@@ -205,6 +213,10 @@ class CsvConfig(Section):
     """Delimiter of cells: a character, or `tab`. Default: `,`, `;`, tab or `|`, detected from the columns."""
     list_separator: Character | None = None
     """Separator of classes in a cell without a JSON list. Default: `|`."""
+    header: Switch = True
+    """False: the first line is a row, and the columns have the numbers 0, 1, 2 ... or `names`."""
+    names: Names | None = None
+    """Names of all columns in the order of the file, with `header: false`."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
     """Encoding, such as cp1252 or utf-16. Default: UTF-8."""
     empty: Literal["none", "unlabelled"] = "none"
@@ -346,6 +358,8 @@ class SourceConfig(CheckedSection):
                 yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
             elif self.tasks is None:
                 yield Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
+        if self.csv.names and self.csv.header:
+            yield Problem(("csv", "names"), "is read with `header: false`.")
         is_own = self.source not in (*get_args(Source), NO_DATA)
         for key in ("hub", "tasks") if self.source == "hub" else ("tasks",) if is_own else ():
             if getattr(self, key) is None:

@@ -8,7 +8,7 @@ import logging
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
@@ -23,7 +23,7 @@ from hpo.data.groups import evidence_groups, normalised, text_keys
 from hpo.data.token_cache import load_tokenized
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, kind_of
-from hpo.tasks.tokenized_split import WHOLE_TEXTS, Windowing
+from hpo.tasks.tokenized_split import WHOLE_TEXTS, TokenizedSplit, Windowing
 
 _logger = logging.getLogger("hpo.data")
 
@@ -184,6 +184,8 @@ class LengthFacts:
     """By task."""
     cuts: Sequence[CutFacts]
     """By `max_length`, the smallest first."""
+    num_unknown_tokens: int = 0
+    num_texts_of_equal_tokens: int = 0
 
 
 def length_facts(
@@ -218,7 +220,17 @@ def length_facts(
         },
         num_spans=num_spans,
         cuts=cuts,
+        num_unknown_tokens=sum(int((s.input_ids_T == tokenizer.unk_token_id).sum()) for s in whole.values()),
+        num_texts_of_equal_tokens=_num_equal(whole.values()),
     )
+
+
+def _num_equal(splits: Collection[TokenizedSplit]) -> int:
+    """Return the number of texts with the tokens of a text with another key; a text is one window."""
+    keys = np.concatenate([text_keys(row.text for row in split.examples) for split in splits])
+    tokens = [hash(t.tobytes()) for s in splits for t in np.split(s.input_ids_T, s.window_start_W1[1:-1])]
+    values, counts = np.unique(np.unique([tokens, keys], axis=1)[0], return_counts=True)
+    return int(np.isin(tokens, values[counts > 1]).sum())
 
 
 _EMPTY = {"none", "nan", "null", "na", "n/a", "<na>", "nat", "#n/a"}
@@ -260,6 +272,11 @@ def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[str]:
 def _cuts(lengths: LengthFacts, num_texts: int, config: StudyConfig) -> Iterator[str]:
     cuts_off = config.data.long_text == "truncate"
     longest = max(values[-1] for values in lengths.quantiles.values())
+    num_tokens, other = sum(lengths.num_tokens.values()), "Take an encoder with a vocabulary for them."
+    if (num := lengths.num_unknown_tokens) >= 0.05 * num_tokens:
+        yield f"{_part(num, num_tokens, 'token', 'the data')} unknown to the tokenizer. {other}"
+    if (num := lengths.num_texts_of_equal_tokens) and num >= 0.01 * num_texts:
+        yield f"{_part(num, num_texts, 'text', 'the data')} equal in tokens to a different text. {other}"
     remedy = f"set `data.long_text: window`, or raise `max_length` (the longest text has {longest:,} tokens)"
     for cut in lengths.cuts:
         lost = {task: sum(of.values()) for task, of in cut.num_lost_spans.items()}

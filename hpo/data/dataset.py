@@ -12,10 +12,11 @@ import hashlib
 import json
 import logging
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from hpo.config.data_config import DataConfig, NamedSource, SourceConfig, SyntheticConfig, TaskConfig
 from hpo.config.study_file import show
@@ -30,6 +31,8 @@ from hpo.errors import DataError, InputError, did_you_mean
 from hpo.extensions import NO_DATA, SOURCES
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Task, class_name, kind_of, not_classes
+from hpo.tasks.labels import MULTI_HOT, is_multi_hot
+from hpo.tasks.regression import give_one_reading
 
 _logger = logging.getLogger("hpo.data")
 
@@ -92,6 +95,9 @@ def _load_source(config: SourceConfig, pair: tuple[str, str] | None) -> DataSet:
 
 def _load(config: SourceConfig, pair: tuple[str, str] | None) -> DataSet:
     configs, where, ignored = _read_tasks(config)
+    for name, of in config.columns.labels.items():
+        if name in configs and not isinstance(of, str) and configs[name].classes is None:
+            configs[name] = configs[name].model_copy(update={"classes": of})
     if config.source in SOURCES:
         readers = own_readers(config, configs)
     elif config.hub is not None:
@@ -238,6 +244,7 @@ def _classes_of_rows(
 ) -> dict[str, set[str]]:
     """Return the classes of the training rows by task. Raises DataError if they are too few."""
     inferred: dict[str, set[str]] = {name: set() for name in tasks}
+    sizes = defaultdict[str, set[int]](set)
     num_rows, problems = 0, list[tuple[str, str]]()
     _logger.info("reading the classes of %s", train.name)
     for row in train.rows():
@@ -246,6 +253,7 @@ def _classes_of_rows(
         labels = row.row.get("labels") if isinstance(row.row, dict) else None
         for name in tasks:
             value = labels.get(name) if isinstance(labels, dict) else None
+            sizes[name].update([len(value)] if isinstance(value, list) else ())
             for one in map(class_name, value if isinstance(value, list) else [value]):
                 if isinstance(one, str) and one:
                     inferred[name].add(one)
@@ -254,6 +262,8 @@ def _classes_of_rows(
     if not num_rows:
         raise _empty_split(train, "train")
     for name, classes in inferred.items():
+        if is_multi_hot(classes, sizes[name]):
+            raise DataError(f"{train.name}: task `{name}`: {MULTI_HOT}, or a column each in `data.columns`.")
         if len(classes) < (least := KINDS[configs[name].kind].min_labels):
             if problems:
                 raise _bad_rows(problems)
@@ -272,6 +282,7 @@ def _fitted(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]
 
 
 def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
+    numbers = defaultdict[str, dict[str, Any]](dict)
     problems: list[tuple[str, str]] = []
     splits: dict[str, list[Example]] = {split: [] for split in readers}
     first_rows: dict[str, str] = {}
@@ -290,9 +301,15 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
                     splits[split].append(example)
                     for task, counts in row.tag_counts.items():
                         checker.span_ends[task].tags.update(counts)
+                    for task, text, found in row.numbers:
+                        if found.get(".") != found.get(","):
+                            key = row.where if len(found) == 2 else next(iter(found))
+                            numbers[task].setdefault(key, (f"`{text}` ({row.where})", found, example.labels))
             problems += [(row.where, problem) for problem in wrong]
     if problems:
         raise _bad_rows(problems)
+    for task, of in numbers.items():
+        give_one_reading(task, of)
     for split, examples in splits.items():
         if not examples:
             raise _empty_split(readers[split], split)

@@ -11,13 +11,16 @@ The form of a csv file is detected:
 """
 
 import csv
+import io
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,10 @@ _logger = logging.getLogger("hpo.data")
 
 SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
-_NO_JSONL = (b"[", b"\x1f\x8b", b"PK\x03\x04", b"\xff\xfe", b"\xfe\xff")
-"""First bytes of a JSON array, a gzip file, a zip or Excel file, and UTF-16."""
+_NO_JSONL = {b"[": "a JSON array", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh91AY&SY": "bz2"}
+_ARCHIVES = {b"PK\x03\x04": "a zip archive or Excel file", b"\xd0\xcf\x11\xe0": "an old Excel file"}
+_ARCHIVES |= {b"PAR1\x15": "parquet", b"\xfd7zXZ": "an xz archive", b"7z\xbc\xaf": "a 7-Zip archive"}
 DELIMITERS = (",", ";", "\t", "|")
 _ADVICE = "Save it as UTF-8 text, or name its encoding in `data.csv.encoding` (cp1252, cp1251, utf-16 ...)."
 
@@ -120,6 +125,8 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     for split in SPLITS:
         given = getattr(config.files, split)
         path = given or (config.path and config.path / f"{split}.{config.source}")
+        packed = path and next(path.parent.glob(f"{path.name}.[gzb][zs]*"), None)
+        path = path if given or not path or path.exists() else packed or path
         if path is None or not (given or path.exists() or split == "train"):
             continue
         if not path.is_file():
@@ -136,6 +143,32 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     return readers
 
 
+def bare_suffix(path: Path) -> str:
+    """Return the suffix in small letters, `.csv` for `texts.csv.gz`."""
+    return (path.with_suffix("") if path.suffix.lower() in (".gz", ".zst", ".bz2") else path).suffix.lower()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[io.BufferedReader]:
+    """Open the bytes of a file, uncompressed. Raises DataError for an archive or a cut file."""
+    with path.open("rb") as file:
+        head = file.peek(16)
+        if name := _form_of(head, _ARCHIVES):
+            raise DataError(f"{path}: must be text, but is {name}. Unpack or export it.")
+        if (codec := _form_of(head, _PACKED)) is None:
+            yield file
+            return
+    try:
+        with io.BufferedReader(pa.input_stream(str(path), compression=codec)) as unpacked:
+            yield unpacked
+    except OSError as error:
+        raise DataError(f"{path}: must be a whole {codec} file, but: {error}. Copy it again.") from None
+
+
+def _form_of(head: bytes, forms: Mapping[bytes, str]) -> str | None:
+    return next((form for first, form in forms.items() if head.startswith(first)), None)
+
+
 def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[Row]:
     """Yield the rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text,
     or CoNLL if the column of tokens is a number and the suffix is not txt.
@@ -145,7 +178,7 @@ def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[R
     """
     table = Table(str(path), "row", columns, None)
     try:
-        match path.suffix.lower():
+        match bare_suffix(path):
             case suffix if suffix in JSON_LINES:
                 yield from _jsonl_rows(path)
             case ".csv":
@@ -162,7 +195,8 @@ def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[R
 
 def _lines(path: Path) -> Iterator[Row]:
     """Yield a row for each line, without blank lines at the end."""
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+    with _opened(path) as file:
+        lines = file.read().removeprefix(b"\xef\xbb\xbf").splitlines()
     while lines and not lines[-1].strip():
         lines.pop()
     for number, line in enumerate(lines, start=1):
@@ -189,14 +223,12 @@ def _flat_rows(path: Path, table: Table) -> Iterator[Row]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        first = lines.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if first.startswith(_NO_JSONL):
+    with _opened(path) as lines:
+        first = lines.peek(1000).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if is_a := _form_of(first, _NO_JSONL):
             raise DataError(
-                f"{path}: must be text with one JSON object on each line, but is a JSON array, an archive "
-                "(gzip, Excel) or UTF-16. Write its rows as lines."
+                f"{path}: must be UTF-8 with a JSON object on each line, but is {is_a}. Rewrite it."
             )
-        lines.seek(0)
         for number, line in enumerate(lines, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -214,17 +246,25 @@ def detected_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvC
     Raises DataError if the file is empty or no text, or its header lacks a column.
     """
     encoding = _detect_encoding(path, config.encoding)
-    with path.open(encoding=encoding, newline="") as file:
+    with _opened(path) as raw, io.TextIOWrapper(raw, encoding, newline="") as file:
         lines = file.readlines(1 << 20)
     if not "".join(lines).strip():
         raise DataError(f"{path}: the file is empty; its first line must name the columns.")
-    headers = {mark: _header(lines, mark) for mark in (config.delimiter or ",", *DELIMITERS)}
-    fits = (mark for mark, header in headers.items() if set(columns) <= set(header))
-    delimiter = next(fits, None) or max(headers, key=lambda mark: len(headers[mark]))
+    marks = (config.delimiter or ",", *(DELIMITERS if config.header or not config.delimiter else ()))
+    rows = {mark: _records(lines, mark, 1 if config.header else None) for mark in marks}
+    headers = {mark: _header(next(iter(rows[mark]), []), config) for mark in marks}
+    fits = [mark for mark, header in headers.items() if set(columns) <= set(header)]
+    if not config.header:  # another mark may fit the first line by chance
+        widths = {mark: (len(headers[mark]), [*map(len, rows[mark])]) for mark in marks}
+        fits.sort(key=lambda mark: (widths[mark][1].count(widths[mark][0]), widths[mark][0]), reverse=True)
+    delimiter = fits[0] if fits else max(headers, key=lambda mark: len(headers[mark]))
+    header = headers[delimiter]
     for name in columns:
-        if name not in headers[delimiter]:
-            hint = shorten(did_you_mean(name, headers[delimiter]), 200)
-            is_split = len(headers[delimiter]) > 1 or all(map(str.isidentifier, headers[delimiter]))
+        if name not in header:
+            hint = shorten(did_you_mean(name, header), 200)
+            if config.header and not {*map(str.casefold, columns)} & {*map(str.casefold, header)}:
+                hint += " If its first line is no header, set `data.csv.header: false`."
+            is_split = len(header) > 1 or all(map(str.isidentifier, header))
             other = "" if is_split else "; `data.csv.delimiter` sets another delimiter"
             raise DataError(f"{path}: has no column `{name}` (read with {shown(delimiter)}{other}). {hint}")
     if delimiter != (config.delimiter or ","):
@@ -237,15 +277,20 @@ def shown(delimiter: str | None) -> str:
     return "tab" if delimiter == "\t" else f"`{delimiter}`"
 
 
-def _header(lines: Sequence[str], delimiter: str) -> list[str]:
-    try:
-        return next(csv.reader(lines, delimiter=delimiter, strict=True), [])
-    except csv.Error:
-        return []
+def _records(lines: Sequence[str], delimiter: str, limit: int | None) -> list[list[str]]:
+    records: list[list[str]] = []
+    with suppress(csv.Error):
+        records.extend(islice(csv.reader(lines, delimiter=delimiter, strict=True), limit))
+    return records if limit else [*filter(None, records)]
+
+
+def _header(first: Sequence[str], form: CsvConfig) -> Sequence[str]:
+    return first if form.header else form.names or [*map(str, range(len(first)))]
 
 
 def _detect_encoding(path: Path, given: str | None) -> str:
-    content = path.read_bytes()
+    with _opened(path) as file:
+        content = file.read()
     has_zeros = b"\0" in content
     if has_zeros and not given:
         raise DataError(f"{path}: must be UTF-8, but holds zero bytes, as UTF-16 does. {_ADVICE}")
@@ -265,7 +310,7 @@ def csv_records(path: Path, form: CsvConfig) -> Iterator[tuple[int, list[str]]]:
     Raises DataError for broken CSV.
     """
     csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
-    with path.open(encoding=form.encoding, newline="") as file:
+    with _opened(path) as raw, io.TextIOWrapper(raw, form.encoding, newline="") as file:
         records = csv.reader(file, delimiter=form.delimiter or ",", strict=True)
         end = 0
         try:
@@ -288,14 +333,17 @@ def _csv_rows(forms: Mapping[Path, CsvConfig], table: Table) -> Iterator[Row]:
     numbers = count(1)
     for path, form in forms.items():
         records = csv_records(path, form)
-        _, header = next(records)
+        begin, first = next(records) if form.header else next(filter(itemgetter(1), records))
+        header = _header(first, form)
         table.check(header)
+        records = records if form.header else chain([(begin, first)], records)
         for (line, cells), number in zip(records, numbers, strict=False):
             where = f"{path}:{line}"
             if not cells:
                 continue
             if len(cells) != len(header):
-                problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
+                model = "header" if form.header else "`csv.names`" if form.names else "first row"
+                problem = f"must have {len(header)} cells as the {model} has, but got {len(cells)}"
                 yield Row(where, None, [f"{problem} (read with {shown(form.delimiter)})"])
             else:
                 yield table.row(where, number, dict(zip(header, cells, strict=True)), form)

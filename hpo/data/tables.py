@@ -10,8 +10,9 @@
     the text "None", "NA" ...   a class           a class                refused      refused
 
 (1) `data.csv.empty: unlabelled` makes it unlabelled; csv has no null, so its empty cells are empty text.
-Several classes are a list, the text of a JSON list, or `a|b`. Spans are {name: [[start, end], ...]} or, for
-a single span name, [[start, end], ...]; a table may hold them as JSON. Class names lose outer white space.
+Several classes are a list, its text as in JSON, Python, NumPy or PostgreSQL, `a|b`, or columns of 0 and 1. All
+numbers of a task in text have one mark of decimals. Spans are {name: [[start, end], ...]} or, for a single span
+name, [[start, end], ...]; a table may hold them as JSON. Class names lose outer white space.
 """
 
 import json
@@ -28,6 +29,7 @@ from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.data.tags import spans_of_tags
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
+from hpo.tasks.regression import NumberText, readings
 
 TaskConfigs = Mapping[str, TaskConfig]
 NO_CSV = CsvConfig(delimiter=",")
@@ -45,13 +47,15 @@ class Row:
     """Span tasks with a truth in this row; None: all, if it has spans."""
     tag_counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """By task, the counts of `spans_of_tags`."""
+    numbers: Sequence[NumberText] = ()
 
 
 def read_labels(
     cells: Mapping[str, Any], tasks: TaskConfigs, csv: CsvConfig, problems: list[str]
-) -> dict[str, Any]:
-    """Return the labels of a row's cells by task, without the unlabelled ones."""
-    labels = {}
+) -> tuple[dict[str, Any], list[NumberText]]:
+    """Return the labels of a row's cells by task, without the unlabelled ones, and the numbers in text."""
+    labels: dict[str, Any] = {}
+    numbers: list[NumberText] = []
     for task, cell in cells.items():
         kind = KINDS[tasks[task].kind] if task in tasks else None
         if kind is None:  # The check of rows knows the names of all tasks.
@@ -65,7 +69,12 @@ def read_labels(
                 labels[task] = kind.from_cell(cell, separator, has_decimal_comma=comma)
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
-    return labels
+            found = (
+                readings(cell, has_decimal_comma=comma) if kind.is_number and isinstance(cell, str) else {}
+            )
+            if labels.get(task) in found.values():
+                numbers.append((task, cell, found))
+    return labels, numbers
 
 
 def read_jsonl_row(row: Row, row_id: str, tasks: TaskConfigs) -> Row:
@@ -75,8 +84,8 @@ def read_jsonl_row(row: Row, row_id: str, tasks: TaskConfigs) -> Row:
     if not isinstance(row.row, dict) or not isinstance(row.row.get("labels"), dict):
         return row
     problems: list[str] = []
-    row.row["labels"] = read_labels(row.row["labels"], tasks, NO_CSV, problems)
-    return Row(row.where, row.row, problems) if problems else row
+    row.row["labels"], numbers = read_labels(row.row["labels"], tasks, NO_CSV, problems)
+    return Row(row.where, row.row, problems, numbers=numbers) if problems or numbers else row
 
 
 def row_text(cells: Mapping[str, Any], columns: ColumnsConfig) -> dict[str, Any]:
@@ -135,8 +144,9 @@ class Table:
     def names(self) -> list[str]:
         """Columns to read."""
         columns = self._columns
-        by_task = (columns.labels, columns.spans, columns.tags)
-        names = (columns.id, *columns.texts, columns.group, *chain.from_iterable(map(dict.values, by_task)))
+        labels = ([one] if isinstance(one, str) else one for one in columns.labels.values())
+        names = (columns.id, *columns.texts, columns.group, *chain(*labels))
+        names += (*columns.spans.values(), *columns.tags.values())
         return [name for name in dict.fromkeys(names) if name is not None]
 
     def check(self, header: Sequence[str]) -> None:
@@ -165,10 +175,13 @@ class Table:
         by_task = {}
         for task, column in self._columns.labels.items():
             try:
-                by_task[task] = class_of_number(cells[column], self._class_names.get(column))
+                if isinstance(column, str):
+                    by_task[task] = class_of_number(cells[column], self._class_names.get(column))
+                else:
+                    by_task[task] = _classes_of_columns({name: cells[name] for name in column})
             except ValueError as error:
                 problems.append(f"labels.{task}{error}")
-        labels = read_labels(by_task, self._tasks, csv, problems)
+        labels, numbers = read_labels(by_task, self._tasks, csv, problems)
         spans: dict[str, Any] = {}
         columns, tag_counts = self._columns.spans | self._columns.tags, dict[str, Mapping[str, int]]()
         annotated = set(self._span_names) if columns else set()
@@ -203,7 +216,7 @@ class Table:
         row = {"id": row_id, **text, "labels": labels, "spans": spans}
         if self._columns.group is not None:
             row["group"] = cells[self._columns.group]
-        return Row(where, row, problems, frozenset(annotated), tag_counts)
+        return Row(where, row, problems, frozenset(annotated), tag_counts, numbers)
 
 
 def as_list(cell: Any) -> list[Any]:
@@ -253,6 +266,16 @@ def class_of_number(cell: Any, names: Sequence[str] | None) -> Any:
         got = f"{shorten(repr(cell), 60)}.{did_you_mean(str(cell), names)}"
         raise ValueError(f" must be a class of the data set, but got {got}")
     return names[int(number)]
+
+
+def _classes_of_columns(cells: Mapping[str, Any]) -> list[str] | None:
+    """Return the columns with a 1, or None if all are blank. Raises ValueError for a cell beside 0 and 1."""
+    held = {name: str(cell).strip().lower().removesuffix(".0") for name, cell in cells.items()}
+    if wrong := [name for name in held if held[name] not in ("0", "1", "false", "true")]:
+        if all(map(_is_blank, cells.values())):
+            return None
+        raise ValueError(f": column {wrong[0]} must be 0 or 1, but got {shorten(repr(cells[wrong[0]]), 60)}")
+    return [name for name in held if held[name] in ("1", "true")]
 
 
 def _is_blank(cell: Any) -> bool:

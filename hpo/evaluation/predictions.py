@@ -15,6 +15,7 @@ from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
 from hpo.tasks.example import Example
 from hpo.tasks.kind import KINDS, Kind, Likely, Task, class_name, kind_of
+from hpo.tasks.labels import MULTI_HOT, is_multi_hot
 from hpo.training.metrics import row_statistics
 
 
@@ -105,7 +106,7 @@ def _plain(where: str, values: Any) -> list[Any]:
     """A list of plain Python values; arrays have `tolist`."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(plain, list | tuple):
-        raise InputError(f"{where}: must be a list, but got {show(values)}.")
+        raise InputError(f"{where}: must be a list or an array, but got {show(values)}.")
     return [one.tolist() if hasattr(one, "tolist") else one for one in plain]
 
 
@@ -121,6 +122,8 @@ def _task(given: Mapping[str, Any], truths: Sequence[Any]) -> Task:
             classes = {class_name(one) for value in values for one in (value if kind.is_list else [value])}
             if others := [one for one in classes if not isinstance(one, str)]:
                 raise InputError(f"truths: classes must be strings, but got {show(others[0])}.")
+            if kind.is_list and is_multi_hot(classes, {*map(len, values)}):
+                raise InputError(f"truths: {MULTI_HOT}, or give `classes`.")
             config = config.model_copy(update={"classes": tuple(sorted(classes))})
         primary, plain = config.primary_metric, config.model_copy(update={"primary_metric": None})
         if config.evidence_for:  # the name of another task

@@ -1,10 +1,12 @@
 """The kinds with classes of a row: one class, or any number."""
 
+import ast
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -59,8 +61,23 @@ _LEAST_PROBABILITY = float(np.finfo(np.float64).eps)
 """Probabilities in losses lie between this and 1 minus this, as in scikit-learn."""
 _AREAS = ("roc_auc_macro", "roc_auc_micro", "average_precision_macro", "average_precision_micro")
 _LIKELY = (*_AREAS, *SHARES)
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_ITEM = rf"(?:{_QUOTED}|-?\d+)"
+_LISTS = {
+    "[": re.compile(rf"\[\s*(?:(?:{_QUOTED})(?:\s*,\s*|\s+|(?=\])))*\]"),
+    "(": re.compile(rf"\(\s*(?:{_ITEM}\s*,\s*)*(?:(?<=,)|(?<=, )){_ITEM}?\s*\)|\(\)"),
+    "{": re.compile(rf"\{{\s*(?:(?:{_QUOTED}|[^\s'\"{{}},:][^'\"{{}},:]*)(?:\s*,\s*|(?=\}})))*\}}"),
+}
+"""By first character: a list of Python or NumPy, a tuple, a set or an array of PostgreSQL."""
+MULTI_HOT = "rows of 0 and 1 (multi-hot) must be lists with the names of the classes that hold"
+_BITS = {"0", "1", "False", "True"}
 _AT_ONCE = 2**20
 """Number of probabilities in one step of `row_losses`, for the memory."""
+
+
+def is_multi_hot(classes: Collection[str], sizes: Collection[int]) -> bool:
+    """Return True if lists with these classes and of these sizes are rows of 0 and 1, not of names."""
+    return len(classes) == 2 and {*classes} <= _BITS and len({*sizes} - {0}) == 1
 
 
 class _Labels(Kind):
@@ -88,8 +105,13 @@ class _Labels(Kind):
             form = "a list of classes" if self.is_list else "one class"
             raise not_classes(form, value)
         unknown = [item for item in classes if item not in self._index]
+        if self.is_list and len(classes) > 1 and set(classes) <= _BITS and (unknown or len({*classes}) < 2):
+            raise ValueError(f": {MULTI_HOT}; got {shorten(repr(value), 60)}")
         if unknown:
-            raise ValueError(f": unknown class `{unknown[0]}`.{did_you_mean(unknown[0], self.task.labels)}")
+            hint = did_you_mean(unknown[0], self.task.labels)
+            if self.is_list and {*map(str.strip, re.split("[,;/|&+]", unknown[0]))} & self._index.keys():
+                hint = " If it names several, give a list, or set `data.csv.list_separator`"
+            raise ValueError(f": unknown class `{unknown[0]}`.{hint}")
         if len(set(classes)) < len(classes):
             raise ValueError(f" names a class twice: {shorten(repr(value), 60)}")
         labels = [self.task.labels[self._index[item]] for item in classes]
@@ -271,11 +293,16 @@ class MultiLabel(_Labels, Binary):
     def from_cell(cls, cell: Any, list_separator: str, *, has_decimal_comma: bool) -> Any:
         if not isinstance(cell, str):
             return cell if isinstance(cell, list) else [cell]
-        if cell.lstrip().startswith("["):
-            try:
-                return json.loads(cell)
-            except ValueError as error:  # JSONDecodeError, or a number of too many digits
-                raise ValueError(f' must be JSON in double quotes, as `["a", "b"]`, but {error}') from None
+        text = cell.strip()
+        with suppress(ValueError, SyntaxError):
+            if text[0] == "[":
+                return json.loads(text)
+        with suppress(SyntaxError):
+            if (form := _LISTS.get(text[0])) and form.fullmatch(text):
+                items = re.findall(rf"({_QUOTED})|([^\s,][^,]*)", text[1:-1])
+                return [ast.literal_eval(quoted) if quoted else other.strip() for quoted, other in items]
+        if text[0] == "[" or text[0] + text[-1] == "{}":
+            raise ValueError(f' must be a list, as `["a", "b"]`, but got {shorten(repr(text), 60)}')
         return [part for piece in cell.split(list_separator) if (part := piece.strip())]
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:

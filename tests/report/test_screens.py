@@ -114,6 +114,8 @@ def test_a_terminal_has_a_bar_for_each_running_trial_below_other_lines(
     after = screen.text.removeprefix(frame)
     assert after.index("trial   7  complete") < after.index("trial   8 training")
     assert raw.count("\x1b[?25h") == 2, "the cursor is visible, also if the process is killed now"
+
+
 def test_busy_machine_is_named_at_its_start_and_when_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
