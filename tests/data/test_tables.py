@@ -289,7 +289,7 @@ def test_columns_of_0_and_1_are_classes(tmp_path: Path) -> None:
     assert [row.labels.get("t") for row in dataset.splits["train"]] == [["joy"], ["anger", "fear"], [], None]
     (tmp_path / "train.csv").write_text("text,joy,anger,fear\nx,1,0,x\ny,1,,0")
     with pytest.raises(
-        DataError, match="column fear must be 0 or 1, but got 'x'\n.*column anger must be 0 or 1"
+        DataError, match=r"column fear must be 0 or 1, but got 'x'\n.*column anger must be 0 or 1"
     ):
         load(source="csv", path=str(tmp_path), tasks={"t": {"kind": MANY}}, columns=columns)
 
