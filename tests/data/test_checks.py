@@ -185,3 +185,15 @@ def test_similar_classes_are_reported() -> None:
         (text,) = advice(task(dict.fromkeys(pair, 1)))
         assert "are different classes, but" in text
     assert not any(advice(task(dict.fromkeys(pair, 1))) for pair in OTHER)
+
+
+def test_unknown_and_equal_tokens_are_reported(tmp_path: Path) -> None:
+    words = [letter * 150 for letter in "abc"]  # too long for a word: one unknown token
+    task = {"mood": {"kind": "single_label", "classes": ["a", "b"]}}
+    rows = [row(n, words[n] if n < 3 else f"the text {n}", mood="ab"[n % 2]) for n in range(6)]
+    dataset = load_set(write_set(tmp_path / "set", task, train=rows, validation=[row(9, "other", mood="a")]))
+    found = length_facts(dataset, tiny_tokenizer("wordpiece"), [Windowing(24)], tmp_path)
+    assert (found.num_unknown_tokens >= 3, found.num_texts_of_equal_tokens >= 3) == (True, True)
+    told = data_advice(data_facts(dataset), found, study_of(data={"source": "synthetic"}))
+    assert any("unknown to the tokenizer" in one for one in told)
+    assert any("equal in tokens to a different text" in one for one in told)

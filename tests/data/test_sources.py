@@ -1,11 +1,15 @@
 """Rows, paths and encodings of csv and jsonl files."""
 
+import bz2
 import csv
+import gzip
 import io
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from support.jsonl_sets import load_set, write_set
 
@@ -126,3 +130,85 @@ def test_files_of_a_german_excel(
         assert [example.text for example in dataset.splits[split]] == [row[0] for row in ROWS[1:]]
     told = [message for message in caplog.messages if "read with" in message]
     assert told == ([f"{tmp_path / split}.csv: {said}" for split in SPLITS] if said else [])
+
+
+TOPIC = {"topic": {"kind": "single_label"}}
+HEADLESS = [("1", "0", {}), ("title", "kind", {"names": ["kind", "title"]}), (1, 0, {})]
+
+
+@pytest.mark.parametrize(("text", "label", "names"), HEADLESS)
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_a_table_without_a_header(text: Any, label: Any, names: Any, delimiter: str, tmp_path: Path) -> None:
+    for split in SPLITS:
+        with (tmp_path / f"{split}.csv").open("w", newline="") as file:
+            csv.writer(file, delimiter=delimiter).writerows(
+                [["good", "a, b; c"], ["bad", "one"], ["bad", 'd "e"|f']]
+            )
+    columns = {"text": text, "labels": {"topic": label}}
+    dataset = load_set(tmp_path, "csv", tasks=TOPIC, columns=columns, csv={"header": False, **names})
+    rows = dataset.splits["train"]
+    assert [(row.text, row.labels["topic"]) for row in rows] == [
+        ("a, b; c", "good"),
+        ("one", "bad"),
+        ('d "e"|f', "bad"),
+    ]
+
+
+def test_a_missing_header_is_named(tmp_path: Path) -> None:
+    for split in SPLITS:
+        (tmp_path / f"{split}.csv").write_text("good,I like it\nbad,no\n")
+    columns = {"text": "text", "labels": {"topic": "label"}}
+    with pytest.raises(DataError, match=r"has no column `text`.*set `data\.csv\.header: false`"):
+        load_set(tmp_path, "csv", tasks=TOPIC, columns=columns)
+    with pytest.raises(DataError, match=r"has no column `2` .*Known: 0, 1"):
+        load_set(
+            tmp_path, "csv", tasks=TOPIC, columns={"text": 2, "labels": {"topic": 0}}, csv={"header": False}
+        )
+    with pytest.raises(ValueError, match="is read with `header: false`"):
+        load_set(tmp_path, "csv", tasks=TOPIC, columns=columns, csv={"names": ["label", "text"]})
+
+
+PACKERS: dict[str, Any] = {
+    ".gz": gzip.compress,
+    ".zst": lambda raw: pa.Codec("zstd").compress(raw, asbytes=True),
+    ".bz2": bz2.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize("has_suffix", [True, False])
+def test_compressed_files_are_read(suffix: str, has_suffix: bool, tmp_path: Path) -> None:
+    rows = [{"id": str(n), "text": f"text {n}", "labels": {"topic": "ab"[n % 2]}} for n in range(40)]
+    made = {
+        "jsonl": "".join(f"{json.dumps(row)}\n" for row in rows),
+        "csv": "id,text,topic\n" + "".join(f"{n},text {n},{'ab'[n % 2]}\n" for n in range(40)),
+    }
+    for source, text in made.items():
+        columns = {} if source == "jsonl" else {"columns": {"id": "id", "labels": {"topic": "topic"}}}
+        path = tmp_path / f"train.{source}"
+        path.write_text(text)
+        plain = load_set(tmp_path, source, tasks=TOPIC, **columns)
+        path.unlink()
+        packed = path.with_name(path.name + suffix * has_suffix)
+        packed.write_bytes(PACKERS[suffix](text.encode()))
+        assert load_set(tmp_path, source, tasks=TOPIC, **columns).fingerprint == plain.fingerprint
+        packed.write_bytes(packed.read_bytes()[:-9])
+        with pytest.raises(DataError, match="must be a whole"):
+            load_set(tmp_path, source, tasks=TOPIC, files={"train": str(packed)}, **columns)
+        packed.unlink()
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b"PK\x03\x04", "zip"),
+        (b"PAR1\x15", "parquet"),
+        (b"\xfd7zXZ\0", "xz"),
+        ("text".encode("utf-16"), "UTF-16"),
+    ],
+)
+@pytest.mark.parametrize("source", ["csv", "jsonl"])
+def test_other_formats_are_named(content: bytes, name: str, source: str, tmp_path: Path) -> None:
+    (tmp_path / f"train.{source}").write_bytes(content)
+    with pytest.raises(DataError, match=name):
+        load_set(tmp_path, source, tasks=TOPIC)

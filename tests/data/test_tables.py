@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -184,3 +185,129 @@ def test_bad_columns_of_groups_are_refused(tmp_path: Path) -> None:
         load(columns={**columns, "group": "author"}, **options)
     with pytest.raises(DataError, match=r"has no column `auther`\. Did you mean `author`"):
         load(columns={**columns, "group": "auther"}, **options)
+
+
+# Forms of other programs
+
+LISTS = [
+    "['a', 'b']",
+    "['a' 'b']",
+    "['a'\n 'b']",
+    "('a', 'b')",
+    "{'a', 'b'}",
+    "{a,b}",
+    '{"a",b}',
+    '["a", "b"]',
+    "a|b",
+]
+
+
+@pytest.mark.parametrize("cell", LISTS)
+def test_lists_of_other_programs_are_read(cell: str, tmp_path: Path) -> None:
+    rows = read(
+        tmp_path, "csv", {"t": {"kind": MANY}}, {"t": [cell, "('it, s',)", "{}", "(see note)"]}
+    ).splits["train"]
+    assert [row.labels["t"] for row in rows] == [["a", "b"], ["it, s"], [], ["(see note)"]]
+
+
+@pytest.mark.parametrize("cell", ["[a, b]", "[1 2]", "{'a': 1}", "['a', None]", "['\\q']"])
+def test_other_text_in_brackets_is_refused(cell: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must be a list, as"):
+        read(tmp_path, "csv", {"t": {"kind": MANY}}, {"t": ["a", cell]})
+
+
+def numbers_of(folder: Path, cells: list[str], delimiter: str) -> list[Any]:
+    """Return the numbers of training rows; the validation rows have the first cell alone."""
+    for split, part in (("train", cells), ("validation", cells[:1])):
+        with (folder / f"{split}.csv").open("w", newline="") as file:
+            rows = [("text", "t"), *(("Ann", cell) for cell in part)]
+            csv.writer(file, delimiter=delimiter).writerows(rows)
+    task = {"t": {"kind": NUMBER}}
+    dataset = load(source="csv", path=str(folder), tasks=task, columns={"labels": {"t": "t"}})
+    numbers = [row.labels["t"] for row in dataset.splits["train"]]
+    assert dataset.splits["validation"][0].labels["t"] == numbers[0]
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("cells", "delimiters", "expected"),
+    [
+        (["1.234", "999,5", "12,25"], ";\t", [1234, 999.5, 12.25]),
+        (["7,800", "250", "1,5"], ";\t|", [7.8, 250, 1.5]),
+        (["7,800", "250", "0.5"], ",;\t|", [7800, 250, 0.5]),
+        (["7,800", "1,234,567"], ",;\t|", [7800, 1234567]),
+        (["1.234", "250"], ",", [1.234, 250]),
+        (["1\u202f234", "1'234", "1\u2019234.5", "1 234"], ",;", [1234, 1234, 1234.5, 1234]),
+        (
+            ["\u22123", "\u20133", "\uff13", "\u0663\u066b\u0665", "+.5", "1E3"],
+            ",;",
+            [-3, -3, 3, 3.5, 0.5, 1000],
+        ),
+    ],
+)
+def test_all_numbers_of_a_column_have_one_reading(
+    cells: list[str], delimiters: str, expected: list[float], tmp_path: Path
+) -> None:
+    for delimiter in delimiters:
+        assert numbers_of(tmp_path, cells, delimiter) == expected
+
+
+def test_decided_numbers_are_those_of_pandas(tmp_path: Path) -> None:
+    cells = ["1.234", "999,5", "1.250,5", "-3"]
+    assert numbers_of(tmp_path, cells, ";") == list(
+        pd.read_csv(tmp_path / "train.csv", sep=";", decimal=",", thousands=".")["t"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        (["7,800", "250"], r"`7,800` \(.*train\.csv:2\) is 7800 or 7\.8, and no number tells which"),
+        (["1.234", "250"], r"`1\.234` .* is 1\.234 or 1234"),
+        (["1.5", "2,5"], r"`1\.5` .* has `\.` and `2,5` .* has `,`"),
+        *[
+            ([cell], "must be a finite number, but got")
+            for cell in ("1_03", "007", "12%", "(5)", "5-", "0x1F", "5 \u20ac")
+        ],
+    ],
+)
+def test_numbers_of_two_readings_are_refused(cells: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        numbers_of(tmp_path, cells, "\t")
+
+
+# Multi-hot
+
+
+def test_columns_of_0_and_1_are_classes(tmp_path: Path) -> None:
+    for split in SPLITS:
+        lines = ["text,joy,anger,fear", "x,1,0,0", "y,0.0,True,1", "z,0,0,0", "u,,,"]
+        (tmp_path / f"{split}.csv").write_text("\n".join(lines))
+    columns = {"labels": {"t": ["joy", "anger", "fear"]}}
+    dataset = load(source="csv", path=str(tmp_path), tasks={"t": {"kind": MANY}}, columns=columns)
+    assert dataset.tasks[0].labels == ("joy", "anger", "fear")
+    assert [row.labels.get("t") for row in dataset.splits["train"]] == [["joy"], ["anger", "fear"], [], None]
+    (tmp_path / "train.csv").write_text("text,joy,anger,fear\nx,1,0,x\ny,1,,0")
+    with pytest.raises(
+        DataError, match=r"column fear must be 0 or 1, but got 'x'\n.*column anger must be 0 or 1"
+    ):
+        load(source="csv", path=str(tmp_path), tasks={"t": {"kind": MANY}}, columns=columns)
+
+
+@pytest.mark.parametrize(
+    "cells", [["[1, 0]", "[0, 1]"], ["1|0|0", "0|1|0"], ["0", "1"], ["[true, false]", "[false, true]"]]
+)
+def test_rows_of_0_and_1_are_no_classes(cells: list[str], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="multi-hot"):
+        read(tmp_path / "inferred", "csv", {"t": {"kind": MANY}}, {"t": cells})
+    if len(cells[0]) > 1:
+        with pytest.raises(DataError, match="multi-hot"):
+            read(
+                tmp_path / "declared", "csv", {"t": {"kind": MANY, "classes": ["joy", "fear"]}}, {"t": cells}
+            )
+
+
+def test_classes_may_be_called_0_and_1(tmp_path: Path) -> None:
+    cells = ["[0]", "[0, 1]", "1"]
+    rows = read(tmp_path, "csv", {"t": {"kind": MANY}}, {"t": cells}).splits["train"]
+    assert [row.labels["t"] for row in rows] == [["0"], ["0", "1"], ["1"]]

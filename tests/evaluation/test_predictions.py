@@ -236,6 +236,16 @@ def test_a_run_without_a_score_counts_as_the_baseline(value: Any) -> None:
     assert (none.verdict, none.reason) == ("not_shown", "No run of the reference has a score")
 
 
+@pytest.mark.parametrize("rows", [[[1, 0], [0, 1]], [[1, 0, 0], [0, 1, 0]], [[True, False], [False, True]]])
+def test_multi_hot_rows_are_refused(rows: list[list[int]]) -> None:
+    task, names = {"kind": "multi_label"}, ["b", "c"]
+    for values in (rows, np.array(rows)):
+        with pytest.raises(InputError, match="multi-hot"):
+            hpo.compare_predictions(task, values, [values], [values], margin=0.5)
+        with pytest.raises(InputError, match="multi-hot"):
+            hpo.compare_predictions(task, [names, ["b"]], [values], [values], margin=0.5)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
