@@ -42,8 +42,8 @@ def _with_frames(study: Any, frames: Any) -> dict[str, Any]:
     data = study.get("data") if isinstance(study, Mapping) else None
     if not isinstance(data, Mapping) or "tasks" not in data or {"source", "path", "files", "hub"} & {*data}:
         raise InputError(
-            "`hpo.Study` with `data` takes a mapping with the keys of a study file. Its `data` must have tasks "
-            "and columns, but no source: {tasks: {x: {kind: single_label}}, columns: {labels: {x: class}}}."
+            "`hpo.Study` with `data` takes a mapping with the keys of a study file. Its `data` must have "
+            "tasks and no source: {tasks: {x: {kind: single_label}}, columns: {labels: {x: class}}}."
         )
     return {**study, "data": {**data, "source": "parquet", "path": write_frames(frames, RUNS / "_data")}}
 

@@ -171,8 +171,8 @@ class TrainedModel(nn.Module):
 
         A text may be a row with the columns of the study, or with `text` and `segments`; a pair `(first,
         second)`; or a list of tokens. Long texts are cut as in training. A batch has at most `max_tokens`
-        tokens, padding included; the default is the study's, or fewer on a CPU in fp32. With `skip_bad_rows` an
-        unreadable text gets `{}` and a warning.
+        tokens, padding included; the default is the study's, or fewer on a CPU in fp32. With `skip_bad_rows`
+        an unreadable text gets `{}` and a warning.
 
         Raises DataError for an unreadable text, RunError if logits are not finite.
         """

@@ -78,6 +78,7 @@ def test_near_duplicates_and_groups_are_counted_in_splits_for_evaluation(tmp_pat
 @pytest.mark.parametrize("source", ["jsonl", "csv", "parquet", "hub"])
 def test_advice_about_groups_names_the_key_of_the_format(source: str) -> None:
     at: dict[str, Any] = {"hub": {"name": "x"}} if source == "hub" else {"path": "x"}
+    at |= {} if source == "jsonl" else {"columns": {"labels": {"tone": "tone"}}}
     (sentence,) = advice(leaks=LEAK, source=source, tasks=TASKS_OF_TONE, **at)
     assert ("same `group`." in sentence) == (source == "jsonl"), sentence
     assert ("same `group` (`columns.group` in `data` names its column)." in sentence) == (source != "jsonl")

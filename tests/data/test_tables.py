@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 from support.jsonl_sets import load
+from support.tiny_tokenizers import FAMILIES, tiny_tokenizer, tokenize_split
 
-from hpo.data.dataset import DataSet
+from hpo.config.data_config import DataConfig
+from hpo.data.dataset import DataSet, load_data
 from hpo.errors import DataError
 from hpo.tasks.kind import Task, kind_of
+from hpo.tasks.tokenized_split import Windowing
 
 READERS = ["jsonl", "csv", "parquet", "hub csv", "hub jsonl", "hub parquet"]
 SPLITS = ("train", "validation")
@@ -311,3 +317,76 @@ def test_classes_may_be_called_0_and_1(tmp_path: Path) -> None:
     cells = ["[0]", "[0, 1]", "1"]
     rows = read(tmp_path, "csv", {"t": {"kind": MANY}}, {"t": cells}).splits["train"]
     assert [row.labels["t"] for row in rows] == [["0"], ["0", "1"], ["1"]]
+
+
+# Texts
+
+
+@pytest.mark.parametrize("reader", [reader for reader in READERS if reader != "jsonl"] + ["flat jsonl"])
+def test_every_reader_reads_pairs_as_the_tokenizer_does(reader: str, tmp_path: Path) -> None:
+    first, second = ["Who ran? ", " Why", "x"], ["Ann  ran.", "", "\u00e9 y"]
+    (tmp_path := tmp_path / "rows").mkdir()  # `datasets` takes a folder with `test` in its name for a split
+    for split in SPLITS:
+        write(tmp_path, reader.replace("flat", "hub"), split, {"q": first, "c": second, "t": ["a", "b", "a"]})
+    source, tasks = reader.split()[-1 if "flat" in reader else 0], {"t": {"kind": ONE}}
+    at = {"hub": {"name": str(tmp_path)}} if source == "hub" else {"path": str(tmp_path)}
+    config = DataConfig.model_validate(
+        {"source": source, "tasks": tasks, "columns": {"text": ["q", "c"], "labels": {"t": "t"}}, **at}
+    )
+    data = load_data(config)
+    assert [row.id for row in data.splits["train"]] == ["train-1", "train-2", "train-3"]
+    for family in FAMILIES:
+        tokenizer = tiny_tokenizer(family)
+        split = tokenize_split(
+            data.splits["train"], data.tasks, tokenizer, Windowing(64, pair_segments=config.pair)
+        )
+        ids = [split.input_ids_T[a:b].tolist() for a, b in pairwise(split.window_start_W1)]
+        assert ids == tokenizer(first, second)["input_ids"]
+
+
+@pytest.mark.parametrize("reader", [reader for reader in READERS if reader != "jsonl"] + ["flat jsonl"])
+def test_every_reader_reads_tags(reader: str, tmp_path: Path) -> None:
+    rows = {"tokens": [["Ann", "Lee", "ran"], ["So"]], "tags": [["B-x", "I-x", "O"], ["I-x"]]}
+    (tmp_path := tmp_path / "rows").mkdir()  # `datasets` takes a folder with `test` in its name for a split
+    for split in SPLITS:
+        write(tmp_path, reader.replace("flat", "hub"), split, rows)
+    source = reader.split()[-1 if "flat" in reader else 0]
+    at: dict[str, Any] = {"hub": {"name": str(tmp_path)}} if source == "hub" else {"path": str(tmp_path)}
+    tasks = {"ner": {"kind": "token_classification", "span_names": ["x"]}}
+    data = load(source=source, tasks=tasks, columns={"tokens": "tokens", "tags": {"ner": "tags"}}, **at)
+    assert [(row.text, dict(row.spans)) for row in data.splits["train"]] == [
+        ("Ann Lee ran", {"x": [(0, 7)]}),
+        ("So", {"x": [(0, 2)]}),
+    ]
+    (warning,) = data.span_warnings("ner")
+    assert warning.startswith("2 of 8 tags are faults of BIO (IOB2)")
+
+
+def test_flat_rows_of_jsonl_may_lack_a_key(tmp_path: Path) -> None:
+    rows = '{"text": "a", "label": "x"}\n{"text": "b", "label": 7}\n{"text": "c"}\n'
+    for split in SPLITS:
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    options = {"source": "jsonl", "path": str(tmp_path), "tasks": {"t": {"kind": ONE}}}
+    data = load(columns={"labels": {"t": "label"}}, **options)
+    assert [row.labels for row in data.splits["train"]] == [{"t": "x"}, {"t": "7"}, {}]
+    with pytest.raises(DataError, match=r"has no column `lable`\. Did you mean `label`"):
+        load(columns={"labels": {"t": "lable"}}, **options)
+    native = '{"text": "a", "labels": {"t": "x"}}\n{"id": null, "text": "b", "labels": {"t": "y"}}\n'
+    for split in SPLITS:
+        (tmp_path / f"{split}.jsonl").write_text(native)
+    assert [row.id for row in load(**options).splits["validation"]] == ["validation-1", "validation-2"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"columns": {"text": ["a"]}}, "must be a column, or [first, second] for pairs of texts"),
+        ({"columns": {"text": ["a", "b"], "spans": {"t": "s"}}}, "need `pair_segments` of jsonl"),
+        ({"columns": {"tags": {"t": "s"}}}, "must be given with `tags`, and replaces `text`"),
+        ({"pair_segments": ["a", "b"]}, "Two columns of texts are `columns: {text: [first, second]}`"),
+        ({"source": "conll", "columns": {"tokens": "words", "tags": {"t": 1}}}, "for conll, in numbers"),
+    ],
+)
+def test_columns_that_contradict_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        load(**{"source": "csv", "path": "x", "tasks": {"t": {"kind": ONE}}, **config})

@@ -123,10 +123,33 @@ def test_read_rows_ignores_labels_and_lists_bad_ones(tmp_path: Path) -> None:
     assert bad[1] == f"{table}:4: `text` is empty"
     with pytest.raises(DataError, match="has no column `text`"):
         read(table)
-    with pytest.raises(DataError, match=r"texts\.csv: must be jsonl, .* `segments` with q and c as"):
+    with pytest.raises(DataError, match="has no column `q`"):
         read(table, pair=("q", "c"))
     pq.write_table(pa.table({"id": [3, 4], "text": ["one", None]}), parquet)
     assert read(parquet) == ([("3", "one")], [f"{parquet} row 2: `text` must be a string, but got None"])
+
+
+def test_pairs_and_tokens_of_every_file(tmp_path: Path) -> None:
+    table, lines, parquet, conll = (
+        tmp_path / f"texts.{suffix}" for suffix in ("csv", "jsonl", "parquet", "conll")
+    )
+    table.write_text("q,c\nwho,Ann\nwhy,\n,\n")
+    lines.write_text(
+        '{"q": "who", "c": "Ann"}\n{"text": "why ", "segments": {"q": [0, 3], "c": [4, 4]}}\n{"q": "x"}\n'
+    )
+    pq.write_table(pa.table({"q": ["who", "why", None], "c": ["Ann", None, None]}), parquet)
+    for path, last in ((table, "why\n"), (lines, "why "), (parquet, "why\n")):
+        texts, bad = read(path, pair=("q", "c"))
+        assert texts == [("row-1", "who\nAnn"), ("row-2", last)]
+        assert len(bad) == 1
+    conll.write_text("Ann PER\nran O\n\nSo O\n")
+    assert read(conll, {"tokens": "0"}) == ([("row-1", "Ann ran"), ("row-2", "So")], [])
+    lines.write_text('{"words": ["Ann", "ran"]}\n{"text": "So"}\n')
+    assert read(lines, {"tokens": "words"}) == ([("row-1", "Ann ran"), ("row-2", "So")], [])
+    write_predictions(
+        table, [[{"id": "1", "text": "a\nb", "segments": {"q": [0, 1], "c": [2, 3]}}]], [], ("q", "c")
+    )
+    assert table.read_text() == "id,q,c\n1,a,b\n"
 
 
 def test_csv_form_is_the_study_s_or_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
