@@ -88,7 +88,7 @@ def test_metric_needs_a_value_on_validation(metric: str, num: int, check: Any, t
 def test_a_checked_study_is_not_scored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every joining worker would score all rows of validation before its first trial."""
     resolved = resolve_study(tiny_study(tmp_path), CPU)
-    monkeypatch.setattr(objectives, "score", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(objectives, "right_statistics", lambda *_: pytest.fail("scored"))
     build_executor(resolved, tmp_path, checks_values=False)
     with pytest.raises(pytest.fail.Exception, match="scored"):
         build_executor(resolved, tmp_path)
