@@ -192,7 +192,9 @@ def test_own_metric_is_primary(tmp_path: Path) -> None:
     metrics = result.telemetry["metrics"]
     assert result.values == ((max(metrics["times"]["r2"], 0) + metrics["tone"]["kappa"]) / 2,)
     for name in ("cost", "kapa"):
-        with pytest.raises(InputError, match=f"primary_metric: must be one of r2, pearson, spearman, but got `{name}`"):
+        with pytest.raises(
+            InputError, match=f"primary_metric: must be one of r2, pearson, spearman, but got `{name}`"
+        ):
             own_executor(tmp_path, data=data("times", name), constraints={})
 
 

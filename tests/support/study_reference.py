@@ -31,7 +31,11 @@ def study_reference() -> str:
 
 def _metrics() -> str:
     """The metrics of each kind of task."""
-    lines = ["#### Metrics of each kind\n", "| Kind | Metrics, the primary one first | Less is better |", "| --- | --- | --- |"]
+    lines = [
+        "#### Metrics of each kind\n",
+        "| Kind | Metrics, the primary one first | Less is better |",
+        "| --- | --- | --- |",
+    ]
     for name, kind in KINDS.items():
         errors = [metric for metric in kind.metrics if is_error(metric)]
         lines.append(f"| {name} | {_code(kind.metrics)} | {_code(errors)} |")
