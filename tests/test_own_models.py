@@ -167,7 +167,7 @@ def test_own_metric_intervals_equal_scikit_learn(tmp_path: Path) -> None:
         stored: Any = _of_task(archive, task)
     for one in (statistics, stored):
         assert one.scores()["kappa"] == cohen_kappa_score(truths, predictions)
-        without = one.scores_without_each()["kappa"]
+        without = one.scores_without_each("kappa")
         assert without[2] == cohen_kappa_score(truths[:2] + truths[3:], predictions[:2] + predictions[3:])
         weights = np.zeros((1, 13))
         weights[0, [0, 1, 3, 6]] = 1, 2, 1, 5  # row 6 is the fifth labelled one
@@ -193,7 +193,9 @@ def test_own_metric_is_primary(tmp_path: Path) -> None:
     metrics = result.telemetry["metrics"]
     assert result.values == ((max(metrics["times"]["r2"], 0) + metrics["tone"]["kappa"]) / 2,)
     for name in ("cost", "kapa"):
-        with pytest.raises(InputError, match=f"primary_metric: must be one of r2, but got `{name}`"):
+        with pytest.raises(
+            InputError, match=f"primary_metric: must be one of r2, pearson, spearman, but got `{name}`"
+        ):
             own_executor(tmp_path, data=data("times", name), constraints={})
 
 

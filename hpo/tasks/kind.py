@@ -91,7 +91,6 @@ class Task:
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics in `hpo.training.metrics.score`, the primary one first."""
-        # Classes from the rows have no order.
         known = [one for one in KINDS[self.kind].metrics if one != "quadratic_kappa" or not self.is_inferred]
         names = dict.fromkeys([self.primary, *known, *metrics_of(self.kind)])
         return tuple(name for name in names if name is not None)

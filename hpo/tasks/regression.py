@@ -96,13 +96,9 @@ class Regression(Kind):
         if abs(value) > _LARGEST:
             got = shorten(repr(value), 60)
             raise ValueError(f" must be at most {_LARGEST:g} in magnitude, but got {got}. Scale it")
-        if self._is_log and value <= -1:
+        if self.task.target == "log1p" and value <= -1:
             raise ValueError(f" must be above -1 for `target: log1p`, but got {value!r}. Use `standardize`")
         return float(value)
-
-    @property
-    def _is_log(self) -> bool:
-        return self.task.target == "log1p"
 
     def fitted(self, train: Sequence[Example]) -> Task:
         """Return the task with mean and standard deviation of the training targets; 1 for equal targets.
@@ -112,7 +108,7 @@ class Regression(Kind):
         """
         name = self.task.name
         values = np.array([row.labels[name] for row in train if name in row.labels], dtype=np.float64)
-        values = np.log1p(values) if self._is_log else values
+        values = np.log1p(values) if self.task.target == "log1p" else values
         mean, std = float(values.mean()), float(values.std())
         if values.min() == values.max():
             mean, std = float(values[0]), 1.0
@@ -121,7 +117,7 @@ class Regression(Kind):
                 f"task `{name}` must have a standard deviation of at least {1 / _LARGEST:g} in training, but "
                 f"got {std:g}. Scale its numbers."
             )
-        limit = float(values.max()) + std if self._is_log else 0.0
+        limit = float(values.max()) + std if self.task.target == "log1p" else 0.0
         return replace(self.task, target_mean=mean, target_std=std, target_limit=limit)
 
     def row_targets(self, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
@@ -138,7 +134,7 @@ class Regression(Kind):
         deviation, with `log1p` that of the logarithms."""
         labelled_B = self.labelled(target)
         mean, std = self.task.target_mean, self.task.target_std or 1.0
-        target = target.log1p() if self._is_log else target
+        target = target.log1p() if self.task.target == "log1p" else target
         target_B = ((torch.where(labelled_B, target, mean).double() - mean) / std).float()
         output_B = torch.where(labelled_B, logits.squeeze(-1), 0.0)
         function = F.huber_loss if options.loss == "huber" else F.mse_loss
@@ -150,7 +146,7 @@ class Regression(Kind):
         output_E = mean_of_windows(logits, split)[:, 0]
         mean, std = self.task.target_mean, self.task.target_std or 1.0
         value_E = output_E * std + mean
-        if self._is_log:
+        if self.task.target == "log1p":
             value_E = np.expm1(np.minimum(value_E, self.task.target_limit))
         return [float(y) for y in value_E]
 

@@ -65,8 +65,7 @@ def check_metric_values(study: StudyConfig, data: DataSet) -> None:
         if missing := undefined_metric(metric, right, data.tasks):
             raise InputError(
                 f"the metric {missing} must have a value where all predictions are right, but on the "
-                "validation split it has none. Use another metric, or label more rows"
-                + (", or declare the classes in their order." if "kappa" in missing else ".")
+                "validation split it has none. Use another metric, label more rows, or declare the classes."
             )
 
 

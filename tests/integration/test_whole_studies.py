@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from sklearn.metrics import f1_score, mean_absolute_error
+from sklearn.metrics import f1_score, log_loss, mean_absolute_error
 from support.command_line import ROOT, finish, hpo_command, kill, ok, start_hpo, stored, wait_until
 from support.every_kind import write_every_kind
 from support.resumed_trials import check_resume_is_exact, check_same_weights
@@ -102,7 +102,7 @@ def test_exit_code_of_mostly_failed_trials(
 
 def test_exported_model_has_the_shown_scores(tmp_path: Path) -> None:
     """Against scikit-learn, on texts longer than a window."""
-    write_every_kind(tmp_path)
+    write_every_kind(tmp_path, objective={"metric": "topic/log_loss", "direction": "minimize"})
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     options = ("--evaluate", "test", "--export", "model", "--json")
     shown = ok(hpo_command(tmp_path, "best", "tiny.yaml", *options)).json["evaluation"]["metrics"]
@@ -116,6 +116,9 @@ def test_exported_model_has_the_shown_scores(tmp_path: Path) -> None:
     truth, said = both("topic")
     macro = f1_score(truth, said, labels=sorted(set(truth)), average="macro")
     assert shown["topic"]["f1_macro"] == pytest.approx(macro)
+    scores = [json.loads(line)["scores"]["topic"] for line in predicted.splitlines()]
+    theirs = log_loss(truth, [[one[label] for label in sorted({*truth})] for one in scores])
+    assert shown["topic"]["log_loss"] == pytest.approx(theirs, rel=1e-4)
     assert shown["urgency"]["mae"] == pytest.approx(mean_absolute_error(*both("urgency")), rel=1e-4)
 
 

@@ -12,7 +12,7 @@ from support.tiny import executor_of, write_study
 TASKS: dict[str, Any] = {
     "topic": {"kind": "single_label", "classes": ["delivery", "price", "other"]},
     "tags": {"kind": "multi_label", "classes": ["late", "rude", "broken"]},
-    "urgency": {"kind": "regression"},
+    "urgency": {"kind": "regression", "target": "log1p"},
     "reason": {"kind": "token_classification", "span_names": ["reason", "person"]},
     "places": {"kind": "token_classification", "span_names": ["city", "street"], "spans_may_overlap": True},
     "evidence": {"kind": "span_per_label", "evidence_for": "tags"},

@@ -12,9 +12,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from hpo.config.data_config import TaskConfig
 from hpo.config.search_space import DISTRIBUTIONS
 from hpo.config.study_config import StudyConfig
 from hpo.config.study_file import section_of
+from hpo.tasks.kind import KINDS, is_error
 
 _LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -23,7 +25,25 @@ _NAMES |= {Path: "path", dict: "mapping", tuple: "list"}
 
 def study_reference() -> str:
     """Every key of a study file, as Markdown tables: values, default, meaning."""
-    return "\n\n".join(_sections(StudyConfig, ())) + "\n"
+    tasks = _table("`data.tasks.<task>`", TaskConfig)
+    return "\n\n".join([*_sections(StudyConfig, ()), tasks, _metrics()]) + "\n"
+
+
+def _metrics() -> str:
+    """The metrics of each kind of task."""
+    lines = [
+        "#### Metrics of each kind\n",
+        "| Kind | Metrics, the primary one first | Less is better |",
+        "| --- | --- | --- |",
+    ]
+    for name, kind in KINDS.items():
+        errors = [metric for metric in kind.metrics if is_error(metric)]
+        lines.append(f"| {name} | {_code(kind.metrics)} | {_code(errors)} |")
+    return "\n".join(lines)
+
+
+def _code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _sections(model: type[BaseModel], where: tuple[str, ...], known: Collection[str] = ()) -> Iterator[str]:

@@ -79,7 +79,7 @@ def test_metric_needs_a_value_on_validation(metric: str, num: int, check: Any, t
     write_set(tmp_path / "set", tasks, train=rows, validation=validation)
     objective = {"metric": metric, "direction": "minimize" if metric.endswith("mae") else "maximize"}
     study = {"objective": objective, "data": {"source": "jsonl", "path": str(tmp_path / "set")}}
-    text = r"the metric size/r2 must have a value .* Use another metric, or label more rows\."
+    text = r"the metric size/r2 must have a value .* Use another metric, label more rows, or declare"
     is_refused = num == 1 and metric != "size/mae"
     with pytest.raises(InputError, match=text) if is_refused else nullcontext():
         check(tmp_path, **study)
@@ -88,7 +88,7 @@ def test_metric_needs_a_value_on_validation(metric: str, num: int, check: Any, t
 def test_a_checked_study_is_not_scored_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every joining worker would score all rows of validation before its first trial."""
     resolved = resolve_study(tiny_study(tmp_path), CPU)
-    monkeypatch.setattr(objectives, "score", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(objectives, "right_statistics", lambda *_: pytest.fail("scored"))
     build_executor(resolved, tmp_path, checks_values=False)
     with pytest.raises(pytest.fail.Exception, match="scored"):
         build_executor(resolved, tmp_path)
@@ -108,3 +108,14 @@ def test_values_of_objectives() -> None:
     assert primary_mean(TASKS, resampled).tolist() == [0.5, 0.75]
     unmeasured = {"train_tokens_per_second": None}
     assert math.isnan(objective_value("train_tokens_per_second", METRICS, TASKS, unmeasured))
+
+
+def test_errors_of_classes_count_as_shares_in_the_score() -> None:
+    """The geometric mean of the probabilities of the truth, and 1 less the calibration error."""
+    tasks = [
+        Task(name, "single_label", ("a", "b"), primary=name) for name in ("log_loss", "calibration_error")
+    ]
+    metrics = {"log_loss": {"log_loss": math.log(2)}, "calibration_error": {"calibration_error": 0.1}}
+    assert primary_mean(tasks, metrics) == pytest.approx((0.5 + 0.9) / 2)
+    worse = Task("size", "regression", primary="pearson")
+    assert primary_mean([worse], {"size": {"pearson": -0.3}}) == 0

@@ -10,7 +10,7 @@ import json
 import logging
 import zipfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from hpo.json_safe import json_safe
 from hpo.study.claims.lease import Lease
 from hpo.study.store.schema import detailed_evaluations, row_statistics, studies
 from hpo.study.store.storage import Storage
-from hpo.tasks.kind import Task
+from hpo.tasks.kind import Task, kind_of
 from hpo.training.metrics import RowStatistics
 
 _logger = logging.getLogger(__name__)
@@ -82,12 +82,17 @@ def store_detailed_evaluation(
 
 
 def store_row_statistics(
-    storage: Storage, lease: Lease, key: tuple[str, int], statistics: Mapping[str, RowStatistics]
+    storage: Storage,
+    lease: Lease,
+    key: tuple[str, int],
+    statistics: Mapping[str, RowStatistics],
+    metrics: Collection[str] = (),
 ) -> None:
-    """Store the statistics of the trial `key`, its study and number. Raises LeaseLostError."""
+    """Store the statistics of the trial `key`, its study and number, with probabilities if the primary metric
+    or `metrics` need them. Raises LeaseLostError."""
     study, number = key
     of_trial = (row_statistics.c.study == study, row_statistics.c.trial_number == number)
-    row = {"study": study, "trial_number": number, "content": _packed(statistics)}
+    row = {"study": study, "trial_number": number, "content": _packed(statistics, metrics)}
 
     def store(connection: sa.Connection) -> None:
         lease.hold(connection)
@@ -115,14 +120,17 @@ def read_row_statistics(
     return by_trial
 
 
-def _packed(statistics: Mapping[str, RowStatistics]) -> bytes:
+def _packed(statistics: Mapping[str, RowStatistics], metrics: Collection[str] = ()) -> bytes:
     arrays: dict[str, Any] = {}
     for task, of in statistics.items():
         arrays[f"{task}/num_examples"] = np.array(of.num_examples)
         arrays[f"{task}/index"] = of.index_N
         arrays[f"{task}/rows"] = np.array(json.dumps(of.rows))
         arrays |= {} if of.group_E is None else {f"{task}/group": of.group_E}
-        arrays |= {f"{task}/values/{name}": values_N for name, values_N in of.values_N.items()}
+        needed = {f"{task}/{of.task.primary_metric}", *metrics}
+        is_needed = any(f"{task}/{one}" in needed for one in kind_of(of.task).of_probabilities)
+        for name, values_N in of.values_N.items():
+            arrays |= {f"{task}/values/{name}": values_N} if is_needed or name != "probability" else {}
         for name, counts_NC in of.counts_NC.items():
             arrays |= {f"{task}/counts/{name}/{part}": getattr(counts_NC, part) for part in _SPARSE}
     buffer = io.BytesIO()

@@ -340,7 +340,8 @@ class TrialRunner:
             split = "test" if study.evaluation.test else "validation"
             result, statistics = with_scores(self._executor, folder, trial.params, result, split)
             if study.comparison and statistics:
-                store_row_statistics(self._storage, lease, (study.name, trial.number), statistics)
+                key = study.name, trial.number
+                store_row_statistics(self._storage, lease, key, statistics, study.named_metrics)
         return result
 
 

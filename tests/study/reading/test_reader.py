@@ -1,10 +1,12 @@
 """A study as it looks from outside, while its trials begin and end."""
 
+import io
 import json
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import sqlalchemy as sa
@@ -14,6 +16,7 @@ from support.worker_process import begin, change_worker, evaluate, result, run_t
 
 from hpo.errors import RunError, StorageError
 from hpo.study.reading.detailed_evaluations import (
+    _of_task,
     _packed,
     _warn_once,
     read_row_statistics,
@@ -177,6 +180,16 @@ def test_row_statistics_keep_the_groups_of_rows(storage: Storage, groups: Any) -
     storage.write(lambda it: it.execute(row))
     found = read_row_statistics(storage, "tiny", [task])[1]["t"]
     assert (found.num_examples, found.groups(found.index_N).tolist()) == (3, [0, 0] if groups else [0, 1])
+
+
+@pytest.mark.parametrize("metrics", [["score"], ["t/log_loss"]])
+def test_stored_probabilities_are_those_that_a_metric_needs(metrics: list[str]) -> None:
+    task, p_NC = Task("t", "single_label", ("a", "b")), np.array([[0.7, 0.3], [0.2, 0.8]])
+    given = row_statistics_of(task, ["a", "b"], rows_of(task, ["a", "b"]), None, p_NC)
+    with np.load(io.BytesIO(_packed({"t": given}, metrics)), allow_pickle=False) as archive:
+        found = _of_task(archive, task)
+    assert found.scores()["log_loss"] == given.scores()["log_loss"]
+    assert ("roc_auc_macro" in found.scores()) == (metrics == ["t/log_loss"])
 
 
 NO_CHOICE = '{"name": "CategoricalDistribution", "attributes": {"choices": []}}'
