@@ -76,6 +76,7 @@ if TYPE_CHECKING:  # `showing` loads plotly and optuna-dashboard. A worker needs
     from hpo.report.dashboard import Dashboard
 
 _logger = logging.getLogger(__name__)
+OF_FILE = OpenOptions(is_file=True)
 
 
 class Study(ManagedStudy):
@@ -133,13 +134,16 @@ class Study(ManagedStudy):
                 given, is_file = find_study(self._word, storage_url(self._storage), stop)
             config = to_run(given, n_trials, hours)
             processes = worker_processes(config, self._storage, workers, workers_per_device)
-            options = {"is_file": is_file, "resize": is_file or config is not given}
-            return self._run(config, processes, stop, trust_remote_code=self._trusts, **options)
+            resize = is_file or config is not given
+            options = OpenOptions(resize, is_file=is_file, trust_remote_code=self._trusts)
+            return self._run(config, processes, stop, options)
 
-    def _run(self, config: StudyConfig, processes: WorkerProcesses, stop: Stop, **opening: bool) -> RunResult:
+    def _run(
+        self, config: StudyConfig, processes: WorkerProcesses, stop: Stop, options: OpenOptions = OF_FILE
+    ) -> RunResult:
         """Create or resume a study and run its trials in this process, or in `processes` if there are any."""
         trials_run: TrialsRun = "in workers" if processes.shares else "in this process"
-        options = OpenOptions(trials_run=trials_run, **{"is_file": True, **opening})
+        options = replace(options, trials_run=trials_run)
         with open_study(config, storage_url(self._storage), RUNS, options) as opened:
             url = processes.storage_as_given or opened.storage.url
             with (

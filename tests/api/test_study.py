@@ -8,11 +8,13 @@ import pytest
 import yaml
 from support import own_code_studies
 from support.command_line import finish, hpo_command, ok, saved_steps, start_python
+from support.own_loops import write_own
 from support.tiny import write_study
 
 import hpo
 from hpo.errors import InputError, StorageError, StudyChangedError
 from hpo.precision.table import apply_preset
+from hpo.report.status import untried_message
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial import parts
@@ -172,3 +174,25 @@ def test_a_study_uses_its_own_code_after_another_study_was_loaded(folder: Path) 
     own = hpo.Study(own_code_studies.write(folder / "own"), quiet=True)
     assert hpo.Study(write_study(folder), quiet=True).check().study == "tiny"
     assert "times" in [task.name for task in own.check().facts.tasks]
+
+
+def test_a_name_continues_the_stored_study_and_names_an_untried_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = str(write_own(tmp_path, n_trials=1, search_space=SPACE))
+    hpo.Study(path, quiet=True).init()
+    with pytest.raises(InputError, match="--trust-code"):
+        hpo.Study("tiny", quiet=True).run()
+    ran = hpo.Study("tiny", trust_code=str(tmp_path / "own.py"), quiet=True).run()
+    assert ran.ended == "finished"
+    command = "hpo enqueue {0} --param fp_precision=bf16 && hpo worker {0}"
+    message = "No trial shows bf16. To try it: "
+    assert [*ran.text()][-1] == message + command.format("tiny") == ran.as_json()["untried"]
+    again = hpo.Study(path, quiet=True).run()
+    assert [*again.text()][-1] == message + command.format(path)
+    hpo.Study(path, quiet=True).enqueue(["fp_precision=bf16"])
+    hpo.Study(path, quiet=True).work()
+    after = hpo.Study("tiny", quiet=True).record
+    assert [trial.params["fp_precision"] for trial in after.trials] == ["fp32", "bf16"]
+    assert untried_message(after) == ""

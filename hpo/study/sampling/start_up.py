@@ -1,8 +1,8 @@
 """The start of a study tries each value of the settings that change the cost of a trial.
 
-A precision without a trial cannot win, and at random all trials of a small study often have the same one. So
-the claim of a new trial fixes these settings: first the values that no trial shows, then those with the fewest
-trials, combined in new ways. After the start, only values that no trial shows lead to this.
+A precision without a trial cannot win. At random, all trials of a small study often have the same one. So the
+claim of a new trial fixes these settings: first the values that no trial shows, then those with the fewest
+trials, in new combinations. After the start, it does so only while there are values that no trial shows.
 """
 
 import itertools
