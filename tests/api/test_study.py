@@ -180,19 +180,19 @@ def test_a_name_continues_the_stored_study_and_names_an_untried_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = str(write_own(tmp_path, n_trials=1, search_space=SPACE))
+    path = str(write_own(tmp_path, name="kept", n_trials=1, search_space=SPACE))
     hpo.Study(path, quiet=True).init()
-    with pytest.raises(InputError, match="--trust-code"):
-        hpo.Study("tiny", quiet=True).run()
-    ran = hpo.Study("tiny", trust_code=str(tmp_path / "own.py"), quiet=True).run()
+    with pytest.raises(InputError, match=r"--trust-code"):
+        hpo.Study("kept", quiet=True).run()
+    ran = hpo.Study("kept", trust_code=str(tmp_path / "own.py"), quiet=True).run()
     assert ran.ended == "finished"
     command = "hpo enqueue {0} --param fp_precision=bf16 && hpo worker {0}"
     message = "No trial shows bf16. To try it: "
-    assert [*ran.text()][-1] == message + command.format("tiny") == ran.as_json()["untried"]
+    assert [*ran.text()][-1] == message + command.format("kept") == ran.as_json()["untried"]
     again = hpo.Study(path, quiet=True).run()
     assert [*again.text()][-1] == message + command.format(path)
     hpo.Study(path, quiet=True).enqueue(["fp_precision=bf16"])
     hpo.Study(path, quiet=True).work()
-    after = hpo.Study("tiny", quiet=True).record
+    after = hpo.Study("kept", quiet=True).record
     assert [trial.params["fp_precision"] for trial in after.trials] == ["fp32", "bf16"]
     assert untried_message(after) == ""

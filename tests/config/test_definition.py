@@ -100,7 +100,7 @@ def test_changed_value_is_refused(change: dict[str, Any], line: str) -> None:
 
 
 RANGE = {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}
-STEPS = {"type": "int", "low": 8, "high": 32, "step": 8}
+STEPS = {"type": "int", "low": 16, "high": 32, "step": 8}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ STEPS = {"type": "int", "low": 8, "high": 32, "step": 8}
         (RANGE, {"high": 5e-4}, "~ search_space.dropout.high: 0.001 -> 0.0005"),
         (RANGE, {"low": 2e-4, "high": 1e-2}, "~ search_space.dropout.low: 0.0001 -> 0.0002"),
         (RANGE, {"high": 1e-2, "log": False}, "~ search_space.dropout.log: true -> false"),
-        (STEPS, {"low": 0, "high": 40}, ""),
-        (STEPS, {"low": 4, "high": 44}, "~ search_space.max_length.low: 8 -> 4"),
-        (STEPS, {"low": 4, "step": 4}, "~ search_space.max_length.step: 8 -> 4"),
+        (STEPS, {"low": 8, "high": 40}, ""),
+        (STEPS, {"low": 12, "high": 44}, "~ search_space.max_length.low: 16 -> 12"),
+        (STEPS, {"step": 4}, "~ search_space.max_length.step: 8 -> 4"),
         ({"type": "float", "low": 0.1, "high": 0.3, "step": 0.1}, {"low": 0.0, "high": 0.5}, ""),
         (
             {"type": "categorical", "choices": [0.1]},
             {"choices": [0.1, 0.2]},
-            "~ search_space.dropout.choices",
+            "~ search_space.dropout.choices: ",
         ),
     ],
 )

@@ -181,7 +181,8 @@ def test_trials_of_a_rung_without_a_ranking_continue(
             lease.pause(0.05, [0.5])
             worker.record_outcome(lease, result("paused", telemetry={"baseline": baseline}))
         lease = worker.claim()
-        assert lease is not None and lease.promotion is not None
+        assert lease is not None
+        assert lease.promotion is not None
         assert (lease.promotion.rungs, lease.number) == (rungs, 0 if len(rungs) == 1 else 5)
     text = "At 5% of their training, 5 of 5 trials are no better than the best constant prediction"
     assert (text in caplog.text) == (len(rungs) == 1)

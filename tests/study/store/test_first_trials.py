@@ -180,7 +180,9 @@ def test_a_run_stores_a_wider_range_and_a_worker_does_not(
 ) -> None:
     wide = {**SPACE, "learning_rate": {**SPACE["learning_rate"], "high": 1e-2}}
     run_trials(storage, study(2))
-    with pytest.raises(StudyChangedError, match="The range of learning_rate is wider now. `hpo run` stores"):
+    with pytest.raises(
+        StudyChangedError, match=r"The range of learning_rate is wider now\. `hpo run` stores"
+    ):
         run_trials(storage, study(4, search_space=wide))
     create_or_resume_study(storage, study(40, search_space=wide))
     assert "The range of learning_rate is wider now. Workers that run keep the old one" in caplog.text
