@@ -105,9 +105,7 @@ class Study(ManagedStudy):
         until: str | None = None,
         timeout: float | None = None,
     ) -> RunResult:
-        """Create or resume the study and run its trials here until its budget is used up.
-
-        A name without a file means the study in the database.
+        """Create or resume the study, or continue the stored one of this name, until its budget is used up.
 
         An interrupt (Ctrl-C, or a notebook's stop) checkpoints the running trial and returns; a second one
         ends at once. Of the processes of torchrun, all but the first exit at the end.
@@ -135,8 +133,7 @@ class Study(ManagedStudy):
             config = to_run(given, n_trials, hours)
             processes = worker_processes(config, self._storage, workers, workers_per_device)
             resize = is_file or config is not given
-            options = OpenOptions(resize, is_file=is_file, trust_remote_code=self._trusts)
-            return self._run(config, processes, stop, options)
+            return self._run(config, processes, stop, OpenOptions(resize, "elsewhere", is_file, self._trusts))
 
     def _run(
         self, config: StudyConfig, processes: WorkerProcesses, stop: Stop, options: OpenOptions = OF_FILE
@@ -151,10 +148,8 @@ class Study(ManagedStudy):
                 shown(opened, quiet=self.quiet),
             ):
                 summary = run_study(opened, processes, stop=stop)
-            word = self._word or config.name
-            return run_result(
-                opened, summary, word, *(["--storage", redact(self._storage)] if self._storage else [])
-            )
+            storage = ("--storage", redact(self._storage)) if self._storage else ()
+            return run_result(opened, summary, self._word or config.name, *storage)
 
     def work(
         self,

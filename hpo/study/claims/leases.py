@@ -275,25 +275,23 @@ class WorkerLease(Membership):
     ) -> sa.Row[Any] | None:
         if not self._locks_open_study(connection) or num_open(connection, self._name) <= 0:
             return None
-        source: dict[str, str] = {}
         if points is not None:
-            point = key = self._next_point(connection, points)
+            key, source = self._next_point(connection, points), dict[str, str]()
+            point = key or {}
         else:
-            published, source = self._next_published(seen)
-            point, key = published | self._start_values(seen, published), None
-        if point is None or (
-            points is None and point and num_begun(connection, self._name) != seen.num_begun
-        ):
-            return None  # other trials have begun since
+            key, (point, source) = None, self._next_published(seen)
+            point |= self._start_values(seen, point)
+        has_changed = points is None and num_begun(connection, self._name) != seen.num_begun
+        if (points is not None and key is None) or (point and has_changed):
+            return None
         number = make_trial(connection, self._study_id, fixed_params=point or None, user_attrs=source)
         return self._insert(connection, number, key)
 
     def _next_published(self, seen: Snapshot) -> tuple[Point, dict[str, str]]:
-        """Return the first published configuration that is part of no trial's fixed parameters."""
         for point, source in self.portfolio[: math.ceil(SHARE * seen.num_planned)]:
             fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
             if not any(point.items() <= one.items() for one in fixed):
-                return point, {SOURCE_ATTR: f"portfolio: {source}"}
+                return {**point}, {SOURCE_ATTR: f"portfolio: {source}"}
         return {}, {}
 
     def _start_values(self, seen: Snapshot, given: Point) -> Point:

@@ -49,8 +49,7 @@ class StartUp:
                 (broken if is_infeasible(trial) else shown).update(_shown(trial, params))
 
         def is_possible(choice: Choice) -> bool:
-            has_failed = num_tried[choice] >= MIN_INFEASIBLE_TRIALS and choice not in shown
-            return choice not in broken and not has_failed
+            return choice in shown or (choice not in broken and num_tried[choice] < MIN_INFEASIBLE_TRIALS)
 
         def untried(params: Mapping[str, Any]) -> list[str]:
             return [choice[0] for choice in params.items() if choice[0] in COSTLY and choice not in shown]
@@ -76,20 +75,18 @@ class StartUp:
         values = [[given[name]] if name in given else one for name, one in grid(self.space).items()]
         products = (dict(zip(self.space, product, strict=True)) for product in itertools.product(*values))
         unique = {frozenset(params.items()): params for params in map(self._active, products)}
-        lacking = {*(self.device.left_out or ())}
-        lacking |= {"attention=flash"} if self.device.device_id == "cpu" else set()
+        lacking = {*(self.device.left_out or ()), *(["attention=flash"] * (self.device.device_id == "cpu"))}
         return (
             one for one in unique.values() if lacking.isdisjoint(itertools.starmap(choice_name, one.items()))
         )
 
     def _active(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of settings of the space under their conditions."""
-
-        def is_active(name: str) -> bool:
-            conditions = self.space[name].when.items()
-            return all(params.get(parent) in map(encode, values) for parent, values in conditions)
-
-        return {name: params[name] for name in self.space if name in params and is_active(name)}
+        return {
+            name: params[name]
+            for name in self.space.keys() & params.keys()
+            if all(params.get(parent) in map(encode, of) for parent, of in self.space[name].when.items())
+        }
 
 
 def _shown(trial: FrozenTrial, params: Mapping[str, Any]) -> set[Choice]:
