@@ -1,3 +1,5 @@
+import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from support import own_code_studies
-from support.command_line import finish, hpo_command, ok, saved_steps, start_python
+from support.command_line import PYTHON_PATH, finish, hpo_command, ok, saved_steps, start_python
 from support.own_loops import write_own
 from support.tiny import write_study
 
@@ -182,15 +184,17 @@ def test_a_name_continues_the_stored_study_and_names_an_untried_precision(
     monkeypatch.chdir(tmp_path)
     path = str(write_own(tmp_path, name="kept", n_trials=1, search_space=SPACE))
     hpo.Study(path, quiet=True).init()
-    with pytest.raises(InputError, match=r"--trust-code"):
-        hpo.Study("kept", quiet=True).run()
+    command = [sys.executable, "-m", "hpo", "run", "kept"]
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "--trust-code" in refused.stderr) == (2, True)
     ran = hpo.Study("kept", trust_code=str(tmp_path / "own.py"), quiet=True).run()
     assert ran.ended == "finished"
-    command = "hpo enqueue {0} --param fp_precision=bf16 && hpo worker {0}"
+    tries = "hpo enqueue {0} --param fp_precision=bf16 && hpo worker {0}"
     message = "No trial shows bf16. To try it: "
-    assert [*ran.text()][-1] == message + command.format("kept") == ran.as_json()["untried"]
+    assert [*ran.text()][-1] == message + tries.format("kept") == ran.as_json()["untried"]
     again = hpo.Study(path, quiet=True).run()
-    assert [*again.text()][-1] == message + command.format(path)
+    assert [*again.text()][-1] == message + tries.format(path)
     hpo.Study(path, quiet=True).enqueue(["fp_precision=bf16"])
     hpo.Study(path, quiet=True).work()
     after = hpo.Study("kept", quiet=True).record
