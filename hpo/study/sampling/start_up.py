@@ -55,13 +55,8 @@ class StartUp:
             return [choice[0] for choice in params.items() if choice[0] in COSTLY and choice not in shown]
 
         def rank(params: Mapping[str, Any]) -> tuple[float, ...]:
-            names, together = untried(params), num_tried[frozenset(params.items())]
-            return (
-                PRECISION not in names,
-                -len(names),
-                sum(num_tried[choice] for choice in params.items()),
-                together,
-            )
+            names, counts = untried(params), [num_tried[choice] for choice in params.items()]
+            return PRECISION not in names, -len(names), sum(counts), num_tried[frozenset(params.items())]
 
         possible = (one for one in self._combinations(given) if all(map(is_possible, one.items())))
         best = min(possible, key=rank, default={})
@@ -76,9 +71,7 @@ class StartUp:
         products = (dict(zip(self.space, product, strict=True)) for product in itertools.product(*values))
         unique = {frozenset(params.items()): params for params in map(self._active, products)}
         lacking = {*(self.device.left_out or ()), *(["attention=flash"] * (self.device.device_id == "cpu"))}
-        return (
-            one for one in unique.values() if lacking.isdisjoint(itertools.starmap(choice_name, one.items()))
-        )
+        return [one for one in unique.values() if not lacking & {choice_name(*of) for of in one.items()}]
 
     def _active(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of settings of the space under their conditions."""
@@ -99,13 +92,13 @@ def _shown(trial: FrozenTrial, params: Mapping[str, Any]) -> set[Choice]:
     return {choice for choice in params.items() if choice[0] == PRECISION or not is_infeasible(trial)}
 
 
-def start_up(config: StudyConfig, device: WorkerDevice) -> StartUp | None:
-    """Return the start of a study; None if its sampler has another plan, or no such setting is searched."""
+def start_up(config: StudyConfig, device: WorkerDevice) -> StartUp:
+    """Return the start of a study. It has ended if its sampler has another plan, or searches no such setting."""
     sampler, space = config.sampler, config.search_space
     choices = {name: one for name, one in space.items() if isinstance(one, CategoricalDistribution)}
     costly = {name: choices[name] for name in COSTLY if name in choices and choices[name].size > 1}
-    if config.comparison is not None or sampler.name not in STARTS or not costly:
-        return None
+    is_planned = config.comparison is not None or sampler.name not in STARTS
     parents = {parent: space[parent] for one in costly.values() for parent in one.when}
     given = sampler.options.get("n_startup_trials", sampler.options.get("population_size"))
-    return StartUp({**costly, **parents}, STARTS[sampler.name] if given is None else given, device)
+    num_trials = STARTS.get(sampler.name, 0) if given is None else given
+    return StartUp({**costly, **parents}, num_trials, device, has_ended=is_planned or not costly)

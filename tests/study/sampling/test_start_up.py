@@ -30,9 +30,7 @@ def start_of(*names: str, sampler: str = "tpe", device: WorkerDevice = ANY_DEVIC
     space: dict[str, Any] = {name: {"type": "categorical", "choices": CHOICES[name]} for name in names}
     for name, condition in when.items():
         space[name]["when"] = condition
-    start = start_up(study(sampler={"name": sampler}, search_space=space | {"pooling": POOLING}), device)
-    assert start is not None
-    return start
+    return start_up(study(sampler={"name": sampler}, search_space=space | {"pooling": POOLING}), device)
 
 
 POOLING = {"type": "categorical", "choices": ["cls", "mean"]}
@@ -131,7 +129,7 @@ def test_parallel_workers_and_enqueued_trials_share_the_start(storage: Storage) 
     config = study(6, sampler={"name": "tpe"}, first=[{"learning_rate": 1e-4}])
     start = lambda: start_up(config, ANY_DEVICE)  # noqa: E731
     with open_storage(storage.url) as other:
-        first, second = (worker_on(one, config, start_up=start()) for one in (storage, other))
+        first, second = (worker_on(one, config, start_values=start().values) for one in (storage, other))
         with first, second:
             seen = second._watch.read(second.id, second.runnable, None)
             begin(first)
