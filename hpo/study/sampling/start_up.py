@@ -93,7 +93,7 @@ def _shown(trial: FrozenTrial, params: Mapping[str, Any]) -> set[Choice]:
 
 
 def start_up(config: StudyConfig, device: WorkerDevice) -> StartUp:
-    """Return the start of a study. It has ended if its sampler has another plan, or searches no such setting."""
+    """Return the start of a study. It has ended if the study has a plan, or searches no such setting."""
     sampler, space = config.sampler, config.search_space
     choices = {name: one for name, one in space.items() if isinstance(one, CategoricalDistribution)}
     costly = {name: choices[name] for name in COSTLY if name in choices and choices[name].size > 1}
