@@ -96,9 +96,9 @@ def test_no_circle_of_imports() -> None:
 def test_imports_are_at_the_top_of_a_file() -> None:
     """The command line imports late, for a fast `--help`, and any file may import an extra late.
 
-    `Study` imports plotly and optuna-dashboard late, for a worker.
+    `Study` imports plotly and optuna-dashboard late, for a worker, and `datasets` where frames are given.
     """
-    late_modules = (*packages_of_extras(), "hpo.api", "hpo.report.dashboard")
+    late_modules = (*packages_of_extras(), "hpo.api", "hpo.report.dashboard", "hpo.data.frames")
     for file in FILES:
         if file.parts[0] not in ("cli", "__main__.py"):
             assert not [name for name in late_imports(file) if not f"{name}.".startswith(late_modules)], file

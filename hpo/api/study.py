@@ -78,6 +78,7 @@ if TYPE_CHECKING:  # `showing` loads plotly and optuna-dashboard. A worker needs
     from hpo.report.dashboard import Dashboard
 
 _logger = logging.getLogger(__name__)
+OF_FILE = OpenOptions(is_file=True)
 
 
 class Study(ManagedStudy):
@@ -109,9 +110,7 @@ class Study(ManagedStudy):
         until: str | None = None,
         timeout: float | None = None,
     ) -> RunResult:
-        """Create or resume the study and run its trials here until its budget is used up.
-
-        A name without a file means the study in the database.
+        """Create or resume the study, or continue the stored one of this name, until its budget is used up.
 
         An interrupt (Ctrl-C, or a notebook's stop) checkpoints the running trial and returns; a second one
         ends at once. Of the processes of torchrun, all but the first exit at the end.
@@ -155,10 +154,8 @@ class Study(ManagedStudy):
                 shown(opened, quiet=self.quiet),
             ):
                 summary = run_study(opened, processes, stop=stop)
-            word = self._word or config.name
-            return run_result(
-                opened, summary, word, *(["--storage", redact(self._storage)] if self._storage else [])
-            )
+            storage = ("--storage", redact(self._storage)) if self._storage else ()
+            return run_result(opened, summary, self._word or config.name, *storage)
 
     def work(
         self,

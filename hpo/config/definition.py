@@ -1,7 +1,7 @@
 """The definition of a study in the database: all its keys, and the names of the keys in its file.
 
-A study resumes with its first values or is refused; a range may grow. A key that only one of two versions of hpo
-knows counts if a file gave it. Keys keep the order of the file, because heads have the order of the tasks.
+A study resumes with its first values or is refused; a range may grow. A key that only one of two versions of
+hpo knows counts if a file gave it. Keys keep the order of the file: heads have the order of the tasks.
 """
 
 import json

@@ -29,7 +29,7 @@ from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.data.tags import spans_of_tags
 from hpo.errors import DataError, did_you_mean, shorten
 from hpo.tasks.kind import KINDS
-from hpo.tasks.regression import NumberText, readings
+from hpo.tasks.number_text import NumberText, readings
 
 TaskConfigs = Mapping[str, TaskConfig]
 NO_CSV = CsvConfig(delimiter=",")

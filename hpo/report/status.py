@@ -212,9 +212,9 @@ def record_warnings(record: StudyRecord) -> list[str]:
 
 
 def untried_message(record: StudyRecord, *arguments: str) -> str:
-    """Name the precisions that no trial of an ended study shows, and the command to try one.
+    """Name the precisions of the workers that no trial of an ended study shows, and the command to try one.
 
-    `arguments` name the study in the command; none: its name. A precision that every worker lacked is left out.
+    `arguments` name the study in the command; none: its name.
     """
     searched = record.definition.get("search_space", {}).get(PRECISION, {}).get("choices", ())
     tried = {

@@ -15,7 +15,7 @@ The package has six kinds, and `KINDS` maps their names to them. The layout of t
 import math
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from inspect import signature
@@ -48,6 +48,8 @@ Span = tuple[str, int, int]
 """Name, first character and end of a span; the end is one past its last character."""
 
 IGNORE_INDEX = -100
+MULTI_HOT = "rows of 0 and 1 (multi-hot) must be lists with the names of the classes that hold"
+_BITS = {"0", "1", "False", "True"}
 SHARES: Mapping[str, Callable[[Any], Any]] = {
     "log_loss": lambda value: np.exp(-value),
     "calibration_error": lambda value: 1 - value,
@@ -363,6 +365,11 @@ def class_name(value: Any) -> Any:
     if isinstance(value, float | Decimal) and -(2**53) < value < 2**53 and value % 1 == 0:
         value = int(value)
     return str(value) if isinstance(value, int) else value
+
+
+def is_multi_hot(classes: Collection[str], sizes: Collection[int]) -> bool:
+    """Return True if lists with these classes and of these sizes are rows of 0 and 1, not of names."""
+    return len(classes) == 2 and {*classes} <= _BITS and len({*sizes} - {0}) == 1
 
 
 def not_classes(form: str, value: Any) -> ValueError:

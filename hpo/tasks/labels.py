@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from hpo.errors import did_you_mean, shorten
 from hpo.tasks.example import Example, Label
 from hpo.tasks.kind import (
     IGNORE_INDEX,
+    MULTI_HOT,
     SHARES,
     ByName,
     Counts,
@@ -69,15 +70,8 @@ _LISTS = {
     "{": re.compile(rf"\{{\s*(?:(?:{_QUOTED}|[^\s'\"{{}},:][^'\"{{}},:]*)(?:\s*,\s*|(?=\}})))*\}}"),
 }
 """By first character: a list of Python or NumPy, a tuple, a set or an array of PostgreSQL."""
-MULTI_HOT = "rows of 0 and 1 (multi-hot) must be lists with the names of the classes that hold"
-_BITS = {"0", "1", "False", "True"}
 _AT_ONCE = 2**20
 """Number of probabilities in one step of `row_losses`, for the memory."""
-
-
-def is_multi_hot(classes: Collection[str], sizes: Collection[int]) -> bool:
-    """Return True if lists with these classes and of these sizes are rows of 0 and 1, not of names."""
-    return len(classes) == 2 and {*classes} <= _BITS and len({*sizes} - {0}) == 1
 
 
 class _Labels(Kind):

@@ -1,3 +1,5 @@
+import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -7,12 +9,14 @@ from typing import Any
 import pytest
 import yaml
 from support import own_code_studies
-from support.command_line import finish, hpo_command, ok, saved_steps, start_python
+from support.command_line import PYTHON_PATH, finish, hpo_command, ok, saved_steps, start_python
+from support.own_loops import write_own
 from support.tiny import write_study
 
 import hpo
 from hpo.errors import InputError, StorageError, StudyChangedError
 from hpo.precision.table import apply_preset
+from hpo.report.status import untried_message
 from hpo.study.sampling.promotion import promotion_of
 from hpo.study.store.studies import create_or_resume_study
 from hpo.trial import parts
@@ -172,3 +176,27 @@ def test_a_study_uses_its_own_code_after_another_study_was_loaded(folder: Path) 
     own = hpo.Study(own_code_studies.write(folder / "own"), quiet=True)
     assert hpo.Study(write_study(folder), quiet=True).check().study == "tiny"
     assert "times" in [task.name for task in own.check().facts.tasks]
+
+
+def test_a_name_continues_the_stored_study_and_names_an_untried_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = str(write_own(tmp_path, name="kept", n_trials=1, search_space=SPACE))
+    hpo.Study(path, quiet=True).init()
+    command = [sys.executable, "-m", "hpo", "run", "kept"]
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "--trust-code" in refused.stderr) == (2, True)
+    ran = hpo.Study("kept", trust_code=str(tmp_path / "own.py"), quiet=True).run()
+    assert ran.ended == "finished"
+    tries = "hpo enqueue {0} --param fp_precision=bf16 && hpo worker {0}"
+    message = "No trial shows bf16. To try it: "
+    assert [*ran.text()][-1] == message + tries.format("kept") == ran.as_json()["untried"]
+    again = hpo.Study(path, quiet=True).run()
+    assert [*again.text()][-1] == message + tries.format(path)
+    hpo.Study(path, quiet=True).enqueue(["fp_precision=bf16"])
+    hpo.Study(path, quiet=True).work()
+    after = hpo.Study("kept", quiet=True).record
+    assert [trial.params["fp_precision"] for trial in after.trials] == ["fp32", "bf16"]
+    assert untried_message(after) == ""

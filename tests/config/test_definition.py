@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from support.tiny import study_of as study
 
+from hpo.config.definition import widened_ranges
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.config.study_file import study_files
 from hpo.config.trial_config import build_trial_config
@@ -95,6 +96,43 @@ def test_key_of_one_version_counts_if_given() -> None:
 def test_changed_value_is_refused(change: dict[str, Any], line: str) -> None:
     with pytest.raises(StudyChangedError, match=r"another (definition|search space)") as refused:
         study(**change).resumed(stored(study()))
+    assert line in str(refused.value)
+
+
+RANGE = {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}
+STEPS = {"type": "int", "low": 16, "high": 32, "step": 8}
+
+
+@pytest.mark.parametrize(
+    ("was", "change", "line"),
+    [
+        (RANGE, {"high": 1e-2}, ""),
+        (RANGE, {"low": 1e-5, "high": 1e-2}, ""),
+        (RANGE, {"high": 5e-4}, "~ search_space.dropout.high: 0.001 -> 0.0005"),
+        (RANGE, {"low": 2e-4, "high": 1e-2}, "~ search_space.dropout.low: 0.0001 -> 0.0002"),
+        (RANGE, {"high": 1e-2, "log": False}, "~ search_space.dropout.log: true -> false"),
+        (STEPS, {"low": 8, "high": 40}, ""),
+        (STEPS, {"low": 12, "high": 44}, "~ search_space.max_length.low: 16 -> 12"),
+        (STEPS, {"step": 4}, "~ search_space.max_length.step: 8 -> 4"),
+        ({"type": "float", "low": 0.1, "high": 0.3, "step": 0.1}, {"low": 0.0, "high": 0.5}, ""),
+        (
+            {"type": "categorical", "choices": [0.1]},
+            {"choices": [0.1, 0.2]},
+            "~ search_space.dropout.choices: ",
+        ),
+    ],
+)
+def test_only_a_range_may_grow(was: Any, change: Any, line: str) -> None:
+    name = "max_length" if was is STEPS else "dropout"
+    before, now = (study(search_space={name: one}) for one in (was, was | change))
+    if not line:
+        resumed = now.resumed(stored(before))
+        assert resumed.search_space == now.search_space
+        assert resumed.space_hash == now.space_hash != before.space_hash
+        assert [*widened_ranges(stored(before), stored(now))] == [name]
+        return
+    with pytest.raises(StudyChangedError, match=r"`first: {study: s, top: 3}` begins with") as refused:
+        now.resumed(stored(before))
     assert line in str(refused.value)
 
 

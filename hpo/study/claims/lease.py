@@ -16,7 +16,6 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 from optuna.pruners import NopPruner
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.limits import FEASIBLE
@@ -208,14 +207,9 @@ class Lease:
             self.storage.write(lambda connection: self.hold(connection, owner=None))
 
     def _is_constant(self, values: Sequence[float], baseline: Mapping[str, float]) -> bool:
-        study = self.trial.study
-        signs = [-1 if way == StudyDirection.MAXIMIZE else 1 for way in study.directions]
-        better = [
-            sign * (baseline[name] - value) > 1e-9
-            for name, value, sign in zip(study.metric_names or (), values, signs, strict=False)
-            if name in baseline
-        ]
-        return bool(better) and not any(better)
+        trios = zip(self.trial.study.metric_names or (), values, self.trial.study.directions, strict=False)
+        pairs = [(value - baseline[name], way.name) for name, value, way in trios if name in baseline]
+        return bool(pairs) and not any((more if way == "MAXIMIZE" else -more) > 1e-9 for more, way in pairs)
 
     def end(self, result: TrialResult, retry: Mapping[str, Any] | None = None) -> None:
         """End the trial. `retry`: user attributes of a trial that tries the same again. Raises

@@ -22,7 +22,7 @@ of the trial counts the death in the transaction of its claim. A worker that los
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +49,6 @@ from hpo.study.sampling.promotion import (
     Promotion,
     is_paused,
 )
-from hpo.study.sampling.start_up import StartUp
 from hpo.study.store.optuna_internals import (
     clear_trial,
     is_unfinished,
@@ -87,8 +86,8 @@ class WorkerLease(Membership):
     """Reads the points of a grid or a comparison; None: the sampler proposes."""
     portfolio: Sequence[tuple[Point, str]] = ()
     """Published configurations and their sources, at most a tenth of the planned trials."""
-    start_up: StartUp | None = None
-    """Chooses values of the first trials; None: the sampler draws all."""
+    start_values: Callable[[Iterable[FrozenTrial], Point], Point] = lambda *_: {}
+    """Chooses values of a new trial, given the trials of the study (`StartUp`)."""
     budget: StudyBudget | None = None
     shares_checkpoints: bool = True
     """True if all machines write their checkpoints to one folder or bucket. Otherwise a worker leaves a trial
@@ -262,7 +261,7 @@ class WorkerLease(Membership):
         if points is not None:  # also points that were tried before; open parameters must run on this device
             fitting = ({**point, **fixed} for point in points)
             point = self._next_point(connection, [*filter(self.runnable, fitting)])
-        elif values := self._start_values(seen, fixed):
+        elif values := self.start_values(seen.trials.values(), fixed):
             if num_begun(connection, self._name) != seen.num_begun:
                 return None  # other trials have begun since
             fixed |= values
@@ -275,29 +274,24 @@ class WorkerLease(Membership):
     ) -> sa.Row[Any] | None:
         if not self._locks_open_study(connection) or num_open(connection, self._name) <= 0:
             return None
-        source: dict[str, str] = {}
         if points is not None:
-            point = key = self._next_point(connection, points)
+            key, source = self._next_point(connection, points), dict[str, str]()
+            point = key or {}
         else:
-            published, source = self._next_published(seen)
-            point, key = published | self._start_values(seen, published), None
-        if point is None or (
-            points is None and point and num_begun(connection, self._name) != seen.num_begun
-        ):
-            return None  # other trials have begun since
+            key, (point, source) = None, self._next_published(seen)
+            point |= self.start_values(seen.trials.values(), point)
+        has_changed = points is None and num_begun(connection, self._name) != seen.num_begun
+        if (points is not None and key is None) or (point and has_changed):
+            return None
         number = make_trial(connection, self._study_id, fixed_params=point or None, user_attrs=source)
         return self._insert(connection, number, key)
 
     def _next_published(self, seen: Snapshot) -> tuple[Point, dict[str, str]]:
-        """Return the first published configuration that is part of no trial's fixed parameters."""
         for point, source in self.portfolio[: math.ceil(SHARE * seen.num_planned)]:
             fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
             if not any(point.items() <= one.items() for one in fixed):
-                return point, {SOURCE_ATTR: f"portfolio: {source}"}
+                return {**point}, {SOURCE_ATTR: f"portfolio: {source}"}
         return {}, {}
-
-    def _start_values(self, seen: Snapshot, given: Point) -> Point:
-        return self.start_up.values(seen.trials.values(), given) if self.start_up else {}
 
     def _locks_open_study(self, connection: sa.Connection) -> bool:
         if not lock_trials(connection, self._study_id):

@@ -115,6 +115,7 @@ class Watch:
         self._storage = storage
         self._study = study
         self._budget = budget
+        self.promotion = promotion  # as of the last reading
         self._standings = None if promotion is None else Standings(promotion, self._continues_last)
         self._failures, self._blamed = Failures(), frozenset[Choice]()
         self._num_objectives = len(study.directions)
@@ -122,11 +123,6 @@ class Watch:
         self._last_seen = -1
         self._dead: set[str] = set()
         self._next_death_check = -math.inf
-
-    @property
-    def promotion(self) -> Promotion | None:
-        """The rule for pauses, as of the last reading."""
-        return self._standings.promotion if self._standings else None
 
     def read(self, worker: str, runnable: Runnable, points: Sequence[Point] | None) -> Snapshot:
         """Read the study for a worker that can run `runnable` trials.
@@ -228,6 +224,7 @@ class Watch:
             continued = {number for number, row in seen.rows.items() if row.paused_at is None}
             before = self._standings.left_out
             rungs = self._standings.rungs(ours, lambda trial: trial.number in waits, continued)
+            self.promotion = self._standings.promotion
             if self._standings.left_out != before:
                 _logger.info("%s", self._standings.left_out)
             if self._budget is not None:

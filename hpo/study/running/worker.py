@@ -160,7 +160,7 @@ def run_worker(
         promotion=promotion,
         read_points=_points_of(config, storage),
         portfolio=portfolio(config),
-        start_up=start_up(config, device),
+        start_values=start_up(config, device).values,
         budget=StudyBudget(config.name, promotion) if config.budget else None,
         shares_checkpoints=config.checkpoint.location is not None,
     ) as worker:

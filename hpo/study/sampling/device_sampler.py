@@ -13,9 +13,9 @@ sampler does not see `invalid` trials, nor trials without information about its 
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
@@ -24,7 +24,7 @@ from hpo.config.search_space import Range, SearchSpace, grid
 from hpo.outcome import Outcome
 from hpo.precision.table import named_choices
 from hpo.study.sampling.promotion import rungs_of
-from hpo.study.store.optuna_internals import StudyView, all_trials, is_in
+from hpo.study.store.optuna_internals import StudyView, all_trials
 
 MORE_MEMORY = 1.05  # factor of memory for trying a configuration again: cards of one model differ a little
 
@@ -58,7 +58,6 @@ class WorkerDevice:
 
 
 ANY_DEVICE = WorkerDevice()
-_OPTUNAS: Mapping[str, Any] = {"float": FloatDistribution, "int": IntDistribution}
 
 
 def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
@@ -131,11 +130,7 @@ class DeviceSampler(WrapperSampler):
         every, narrow = (grid({name: one[name] for name in narrowed}) for one in (space, drawn))
         self._all = {name: CategoricalDistribution(choices) for name, choices in every.items()}
         self._narrow = {name: CategoricalDistribution(choices) for name, choices in narrow.items()}
-        self._ranges = {
-            name: _OPTUNAS[one.type](one.low, one.high, log=one.log, step=one.step)
-            for name, one in space.items()
-            if isinstance(one, Range)
-        }
+        self._given = space
         self._ended = NewlyEnded()
         self._changed: dict[int, FrozenTrial | None] = {}
 
@@ -162,13 +157,14 @@ class DeviceSampler(WrapperSampler):
         if trial.state == TrialState.RUNNING and (at_rungs := rungs_of(trial.user_attrs)):
             trial = _as_pruned(trial, [*at_rungs.values()][-1])
         # The range may have grown. A sampler draws settings jointly only if all trials have the same one.
-        if wider := {
-            name: one
-            for name, one in self._ranges.items()
-            if trial.distributions.get(name, one) != one and is_in(one, trial.params[name])
-        }:
+        ranges = {
+            name: cast(Any, type(old))(one.low, one.high, log=one.log, step=one.step)
+            for name, old in trial.distributions.items()
+            if isinstance(one := self._given.get(name), Range) and not one.refusal(trial.params[name])
+        }
+        if trial.distributions | ranges != trial.distributions:
             trial = copy.copy(trial)
-            trial.distributions = trial.distributions | wider
+            trial.distributions = trial.distributions | ranges
         if not (self._narrow and self._models_choices):
             return trial
         shown = copy.copy(trial)

@@ -21,7 +21,7 @@ Hyperparameter Optimization", 2024, https://arxiv.org/abs/2307.15422.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -191,13 +191,8 @@ class Standings:
         """Add an ended trial. A FAILed trial does not count."""
         if trial.state.name == "FAIL":
             return
-        at_rungs = rungs_of(trial.user_attrs)
-        last = max(at_rungs, default=0.0)
-        for number, at in at_rungs.items():
-            if (rung := self._ended.get(number)) is None:
-                continue  # the study had other rungs
-            rung.num_paused += 1
-            rung.num_constant += bool(at.get("is_constant"))
+        last = max(rungs_of(trial.user_attrs), default=0.0)
+        for number, rung, at in _reached(self._ended, trial):
             if number < last or trial.state.name == "COMPLETE":
                 insort(rung.promoted, self._standing(trial, at))
 
@@ -218,13 +213,8 @@ class Standings:
             for number, ended in self._ended.items()
         }
         for trial in unfinished:
-            at_rungs = rungs_of(trial.user_attrs)
-            last = max(at_rungs, default=0.0)
-            for number, at in at_rungs.items():
-                if (rung := rungs.get(number)) is None:
-                    continue
-                rung.num_paused += 1
-                rung.num_constant += bool(at.get("is_constant"))
+            last = max(rungs_of(trial.user_attrs), default=0.0)
+            for number, rung, at in _reached(rungs, trial):
                 if number < last or not is_paused(trial) or trial.number in continued:
                     insort(rung.promoted, self._standing(trial, at))
                     rung.num_running += number == last
@@ -261,6 +251,17 @@ class Standings:
     def _standing(self, trial: FrozenTrial, at: Mapping[str, Any], is_last: bool = False) -> Standing:
         losses = tuple(float(value * sign) for value, sign in zip(at["values"], self._signs, strict=True))
         return Standing(is_last or violation(at.get("constraints", {})) > 0, losses, trial.number)
+
+
+def _reached(
+    rungs: Mapping[float, Rung], trial: FrozenTrial
+) -> Iterator[tuple[float, Rung, Mapping[str, Any]]]:
+    """Count a trial at its rungs, and yield them. The study may have had others."""
+    for number, at in rungs_of(trial.user_attrs).items():
+        if (rung := rungs.get(number)) is not None:
+            rung.num_paused += 1
+            rung.num_constant += bool(at.get("is_constant"))
+            yield number, rung, at
 
 
 def promotion_of(pruner: PrunerConfig, directions: Sequence[str], num_trials: int) -> Promotion | None:

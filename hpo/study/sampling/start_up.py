@@ -1,8 +1,8 @@
 """The start of a study tries each value of the settings that change the cost of a trial.
 
-A precision without a trial cannot win, and at random all trials of a small study often have the same one. So
-the claim of a new trial fixes these settings: first the values that no trial shows, then those with the fewest
-trials, combined in new ways. After the start, only values that no trial shows lead to this.
+A precision without a trial cannot win. At random, all trials of a small study often have the same one. So the
+claim of a new trial fixes these settings: first the values that no trial shows, then those with the fewest
+trials, in new combinations. After the start, it does so only while there are values that no trial shows.
 """
 
 import itertools
@@ -49,20 +49,14 @@ class StartUp:
                 (broken if is_infeasible(trial) else shown).update(_shown(trial, params))
 
         def is_possible(choice: Choice) -> bool:
-            has_failed = num_tried[choice] >= MIN_INFEASIBLE_TRIALS and choice not in shown
-            return choice not in broken and not has_failed
+            return choice in shown or (choice not in broken and num_tried[choice] < MIN_INFEASIBLE_TRIALS)
 
         def untried(params: Mapping[str, Any]) -> list[str]:
             return [choice[0] for choice in params.items() if choice[0] in COSTLY and choice not in shown]
 
         def rank(params: Mapping[str, Any]) -> tuple[float, ...]:
-            names, together = untried(params), num_tried[frozenset(params.items())]
-            return (
-                PRECISION not in names,
-                -len(names),
-                sum(num_tried[choice] for choice in params.items()),
-                together,
-            )
+            names, counts = untried(params), [num_tried[choice] for choice in params.items()]
+            return PRECISION not in names, -len(names), sum(counts), num_tried[frozenset(params.items())]
 
         possible = (one for one in self._combinations(given) if all(map(is_possible, one.items())))
         best = min(possible, key=rank, default={})
@@ -76,20 +70,16 @@ class StartUp:
         values = [[given[name]] if name in given else one for name, one in grid(self.space).items()]
         products = (dict(zip(self.space, product, strict=True)) for product in itertools.product(*values))
         unique = {frozenset(params.items()): params for params in map(self._active, products)}
-        lacking = {*(self.device.left_out or ())}
-        lacking |= {"attention=flash"} if self.device.device_id == "cpu" else set()
-        return (
-            one for one in unique.values() if lacking.isdisjoint(itertools.starmap(choice_name, one.items()))
-        )
+        lacking = {*(self.device.left_out or ()), *(["attention=flash"] * (self.device.device_id == "cpu"))}
+        return [one for one in unique.values() if not lacking & {choice_name(*of) for of in one.items()}]
 
     def _active(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of settings of the space under their conditions."""
-
-        def is_active(name: str) -> bool:
-            conditions = self.space[name].when.items()
-            return all(params.get(parent) in map(encode, values) for parent, values in conditions)
-
-        return {name: params[name] for name in self.space if name in params and is_active(name)}
+        return {
+            name: params[name]
+            for name in self.space.keys() & params.keys()
+            if all(params.get(parent) in map(encode, of) for parent, of in self.space[name].when.items())
+        }
 
 
 def _shown(trial: FrozenTrial, params: Mapping[str, Any]) -> set[Choice]:
@@ -102,13 +92,13 @@ def _shown(trial: FrozenTrial, params: Mapping[str, Any]) -> set[Choice]:
     return {choice for choice in params.items() if choice[0] == PRECISION or not is_infeasible(trial)}
 
 
-def start_up(config: StudyConfig, device: WorkerDevice) -> StartUp | None:
-    """Return the start of a study; None if its sampler has another plan, or no such setting is searched."""
+def start_up(config: StudyConfig, device: WorkerDevice) -> StartUp:
+    """Return the start of a study. It has ended if the study has a plan, or searches no such setting."""
     sampler, space = config.sampler, config.search_space
     choices = {name: one for name, one in space.items() if isinstance(one, CategoricalDistribution)}
     costly = {name: choices[name] for name in COSTLY if name in choices and choices[name].size > 1}
-    if config.comparison is not None or sampler.name not in STARTS or not costly:
-        return None
+    is_planned = config.comparison is not None or sampler.name not in STARTS
     parents = {parent: space[parent] for one in costly.values() for parent in one.when}
     given = sampler.options.get("n_startup_trials", sampler.options.get("population_size"))
-    return StartUp({**costly, **parents}, STARTS[sampler.name] if given is None else given, device)
+    num_trials = STARTS.get(sampler.name, 0) if given is None else given
+    return StartUp({**costly, **parents}, num_trials, device, has_ended=is_planned or not costly)

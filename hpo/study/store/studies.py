@@ -85,15 +85,13 @@ def _create_or_resume(
     stored = definition_of(row.name, row.definition)
     resumed = _definition(config.resumed(stored))
     wider = widened_ranges(stored, json.loads(resumed["definition"]))
-    if wider and not resize:
-        raise StudyChangedError(f"The range of {', '.join(wider)} is wider now. `hpo run` stores that.")
-    if not resize:
+    if not resize and not wider:
         return
+    if not resize:
+        raise StudyChangedError(f"The range of {', '.join(wider)} is wider now. `hpo run` stores that.")
     if wider:
-        _logger.warning(
-            "The range of %s is wider now. Workers that run keep the old one until they start again.",
-            ", ".join(wider),
-        )
+        message = "The range of %s is wider now. Workers that run keep the old one until they start again."
+        _logger.warning(message, ", ".join(wider))
     if stored.get("budget") and config.budget is None:
         _logger.warning(
             "The study had a budget. Now it has none, and continues to %d trials.", config.num_trials

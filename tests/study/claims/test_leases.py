@@ -266,7 +266,7 @@ def test_late_worker_begins_no_trial(storage: Storage, opened: optuna.Study) -> 
 
         def start(number: int) -> Lease | None:
             """Start an enqueued trial."""
-            return late._claim(lambda it: late._start(None, None, it, opened.trials[number], None))
+            return late._claim(lambda it: late._start(None, seen, it, opened.trials[number], None))
 
         def begin_new() -> Lease | None:
             return late._claim(lambda it: late._begin(it, seen, None))

@@ -26,6 +26,7 @@ from support.worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
+from hpo.report.status import study_status
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import RunSummary
@@ -165,3 +166,25 @@ def test_trial_continues_on_the_machine_with_its_checkpoint(
             first.record_outcome(lease, run)
     assert storage.is_finished(CONFIG.name)
     assert set(steps[3:]) == {0, 10}, "the other machine is gone"
+
+
+@pytest.mark.parametrize(
+    ("baseline", "rungs"), [({"score": 0.5}, (0.45,)), ({"score": 0.4}, (0.05, 0.45)), ({}, (0.05, 0.45))]
+)
+def test_trials_of_a_rung_without_a_ranking_continue(
+    storage: Storage, baseline: dict[str, float], rungs: tuple[float, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="hpo"), promoting(storage) as worker:
+        for _ in range(5):
+            lease = worker.claim()
+            assert lease is not None
+            lease.pause(0.05, [0.5])
+            worker.record_outcome(lease, result("paused", telemetry={"baseline": baseline}))
+        lease = worker.claim()
+        assert lease is not None
+        assert lease.promotion is not None
+        assert (lease.promotion.rungs, lease.number) == (rungs, 0 if len(rungs) == 1 else 5)
+    text = "At 5% of their training, 5 of 5 trials are no better than the best constant prediction"
+    assert (text in caplog.text) == (len(rungs) == 1)
+    numbers = study_status(read_study(storage, CONFIG.name))
+    assert numbers["left_out_rungs"].startswith(text) == (len(rungs) == 1)

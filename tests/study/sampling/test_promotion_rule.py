@@ -203,3 +203,15 @@ def test_the_ends_of_the_front_are_promoted_first(
     promoted = standings.promoted(rungs, more_begin=more_begin)
     assert promoted[:2] == expected
     assert len(promoted) == max(len(expected), len(trials) // 3 if len(trials) > 8 else 0)
+
+
+def test_a_first_rung_without_a_ranking_is_not_used() -> None:
+    trials, standings = [frozen(number, 0.5) for number in range(6)], Standings(PROMOTION)
+    for trial in trials[:4]:
+        trial.user_attrs["rungs"]["0.1"]["is_constant"] = True
+    assert len(standings.rungs(trials[:4], lambda _: True)) == 2, "four trials are too few"
+    (rung,) = standings.rungs(trials, lambda _: True)
+    assert (rung.num_paused, standings.promotion.rungs) == (0, (0.3,))
+    assert standings.left_out.startswith("At 10% of their training, 4 of 6 trials are no better than")
+    trials[0].user_attrs["rungs"]["0.1"]["is_constant"] = False
+    assert len(standings.rungs(trials, lambda _: True)) == 2, "the trials alone decide"

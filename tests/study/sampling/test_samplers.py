@@ -394,3 +394,18 @@ def test_a_precision_without_a_complete_trial_gets_a_tenth_of_the_starts(name: s
     drawn = [start() for _ in range(47)]
     for precision in ("bf16", "fp16"):
         assert (drawn.count(precision) <= 4) == (outcome == "complete")
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_wider_range_is_drawn_from_at_once(name: str) -> None:
+    """Plain Optuna's QMC never leaves the first range, and the others no longer draw the setting jointly."""
+    narrow: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-4, "log": True}}
+    narrow |= {"dropout": {"type": "float", "low": 0.0, "high": 0.5}}
+    wide = {**narrow, "learning_rate": {**narrow["learning_rate"], "high": 1e-1}}
+    storage = optuna.storages.InMemoryStorage()
+    for space in (narrow, wide):
+        current = ScriptedStudy(config_of(name, space), storage=storage)
+        drawn = current.run(12)
+    assert max(params["learning_rate"] for params in drawn) > 1e-4
+    view = current.study.sampler.view(current.study)  # type: ignore[attr-defined]
+    assert optuna.search_space.intersection_search_space(view.trials).keys() == wide.keys()

@@ -8,6 +8,7 @@ import pytest
 from optuna.trial import TrialState
 from support.planted_comparison import plan_of
 from support.worker_process import (
+    SPACE,
     begin,
     finish,
     result,
@@ -21,10 +22,10 @@ from support.worker_process import (
 from hpo.compare.comparison_study import comparison_study
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.errors import InputError
+from hpo.errors import InputError, StudyChangedError
 from hpo.study.reading.reader import read_study
 from hpo.study.sampling.points import Point, grid_points, point_key, unused_points
-from hpo.study.store import studies
+from hpo.study.store import schema, studies
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -172,3 +173,20 @@ def test_points_are_used_again_after_the_last() -> None:
     assert unused_points(points, {keys[0]: 1, keys[2]: 1}) == points[1:2]
     assert unused_points(points, dict.fromkeys(keys, 2)) == points
     assert unused_points([], {}) == []
+
+
+def test_a_run_stores_a_wider_range_and_a_worker_does_not(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    wide = {**SPACE, "learning_rate": {**SPACE["learning_rate"], "high": 1e-2}}
+    run_trials(storage, study(2))
+    with pytest.raises(
+        StudyChangedError, match=r"The range of learning_rate is wider now\. `hpo run` stores"
+    ):
+        run_trials(storage, study(4, search_space=wide))
+    create_or_resume_study(storage, study(40, search_space=wide))
+    assert "The range of learning_rate is wider now. Workers that run keep the old one" in caplog.text
+    assert storage.read_definition("tiny")["search_space"]["learning_rate"]["high"] == 1e-2
+    assert storage.stored("tiny", schema.studies.c.space_hash) == study(search_space=wide).space_hash
+    run_trials(storage, study(40, search_space=wide))
+    assert max(trial.params["learning_rate"] for trial in read_study(storage, "tiny").trials) > 1e-3
