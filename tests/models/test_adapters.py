@@ -72,10 +72,11 @@ def test_trial_resumes_bit_for_bit_from_trained_weights(tmp_path: Path, adapter:
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_default_targets_fit_every_encoder(tmp_path: Path, encoder: str) -> None:
     attention = FAMILIES[encoder][1] if encoder in FAMILIES else "sdpa"
-    settings = {"attention": attention, "gradient_checkpointing": encoder != "mpnet", "max_steps": 2}
+    settings = {"gradient_checkpointing": encoder != "mpnet", "max_steps": 2}
     settings |= {"base_precision": "int8", "fp_precision": "bf16"}
     result = run_trial(executor_of(tmp_path, ENCODERS[encoder], **settings), tmp_path / "trial")
     assert result.outcome == Outcome.COMPLETE, result.reason
+    assert result.telemetry["attention"] == {"requested": None, "effective": attention}
     for name in ("precision", "base_precision"):
         assert result.telemetry[name]["agrees"], result.telemetry[name]
 

@@ -169,6 +169,11 @@ def test_default_attention_is_that_of_transformers(family: str) -> None:
         assert torch.equal(ours(**inputs).last_hidden_state, plain(**inputs).last_hidden_state)
 
 
+def test_requested_attention_that_the_encoder_lacks_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"`sdpa` does not work for a fresh deberta-v2 .* Leave it out"):
+        load_encoder(FAMILIES["deberta-v2"][0], attention="sdpa")
+
+
 def test_token_that_a_tokenizer_lacks_keeps_the_encoder_s_default() -> None:
     """CLIP compares the ids with its end of a text."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

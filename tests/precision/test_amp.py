@@ -304,6 +304,27 @@ def test_share_of_bf16_weights_that_steps_move(rate: float, least: float, most: 
     assert abs(found - sum(shares) / len(shares)) < 0.1
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("fused", [(False, False), (True, True), (True, False)])
+def test_several_optimizers_step_together(precision: str, fused: tuple[bool, bool]) -> None:
+    """All skip a step that one must skip; then they equal one optimiser over all weights."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(4)]
+    pairs = [*zip(weights[:2], fused, strict=True)]
+    several = [torch.optim.SGD([one], lr=0.1, fused=is_fused) for one, is_fused in pairs]
+    together = torch.optim.SGD(weights[2:], lr=0.1)
+    amp, reference = (amp_of(precision, init_scale=4.0) for _ in range(2))
+    for broken in (math.inf, 1.0, 1.0):
+        for group, optimizer, scaler in ((weights[:2], several, amp), (weights[2:], together, reference)):
+            loss = (group[0] * broken + 3 * group[1]).sum()
+            for one in group:
+                one.grad = None
+            scaler.scaler.scale(loss).backward()
+            apply_gradients(group, optimizer, FINITE, scaler, 1.0)
+        assert (float(weights[1].detach()[0]) == 1) == (broken == math.inf)
+    torch.testing.assert_close(weights[:2], weights[2:])
+    assert amp.scaler.get_scale() == reference.scaler.get_scale()
+
+
 def test_weights_in_fp32_are_not_counted() -> None:
     weight = nn.Parameter(torch.ones(4))
     amp, optimizer = amp_of("bf16"), torch.optim.SGD([weight], lr=0.1)
