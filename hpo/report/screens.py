@@ -158,7 +158,7 @@ class StudyDisplay:
         if (facts := self._machine.facts()) and facts["busy"] != self._was_busy:
             self._was_busy, text = facts["busy"], busy_text(facts)
             line = f"This machine is {text}. {REMEDY}" if text else "This machine is no longer busy."
-            self._console.print(line, markup=False)
+            self._console.print(Text(line), soft_wrap=not self._console.is_terminal)
 
     def _print_line(self, trial: FrozenTrial, *parts: str | tuple[str, str]) -> None:
         texts = [Text(*part) if isinstance(part, tuple) else Text(part) for part in parts]
