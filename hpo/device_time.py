@@ -10,7 +10,7 @@ threads of hpo than CPUs. Where a file is missing (macOS, gVisor), the share is 
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -44,8 +44,8 @@ def read(processes: Iterable[int]) -> Reading | None:
     limits = [*limits_of_cgroups(ROOT, "cpu.stat"), _text(ROOT / "sys/fs/cgroup/cpu/cpu.stat")]
     units = {"throttled_usec": 1e6, "throttled_time": 1e9}  # of versions 2 and 1 of cgroups
     paused = sum(int(n) / units[name] for name, n in pairwise(" ".join(limits).split()) if name in units)
-    files = [file for pid in processes for file in (ROOT / f"proc/{pid}/task").glob("*/schedstat")]
-    counts = {file: [*map(int, _text(file).split())] for file in files}  # ran, waited, number of turns
+    # Of each thread: ran, waited, number of turns.
+    counts = {file: [*map(int, _text(file).split())] for file in _of_threads(processes, "schedstat")}
     threads = {file: (row[0] / 1e9, row[1] / 1e9) for file, row in counts.items() if any(row)}
     return Reading(time.monotonic(), stolen, paused, threads)
 
@@ -56,9 +56,14 @@ def _text(file: Path) -> str:
     return ""
 
 
+def _of_threads(processes: Iterable[int], name: str) -> Iterator[Path]:
+    for pid in processes:
+        with suppress(OSError):  # the process has ended
+            yield from (ROOT / f"proc/{pid}/task").glob(f"*/{name}")
+
+
 def _with_children(processes: Collection[int]) -> set[int]:
-    files = (file for pid in processes for file in (ROOT / f"proc/{pid}/task").glob("*/children"))
-    children = {int(child) for file in files for child in _text(file).split()}
+    children = {int(child) for file in _of_threads(processes, "children") for child in _text(file).split()}
     return {*processes, *(_with_children(children) if children else ())}
 
 

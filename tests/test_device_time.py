@@ -184,3 +184,17 @@ def test_own_process_is_counted_on_this_machine(monkeypatch: pytest.MonkeyPatch)
     facts = measured.facts()
     assert facts is not None
     assert 0 <= facts["share"] <= 1
+
+
+def test_process_may_end_while_it_is_read(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_folder = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if f"{WORKER}/task" in str(path):
+            raise ProcessLookupError
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    facts = machine.facts(WORKER, threads={ME: [ALONE]})
+    assert facts is not None
+    assert not facts["busy"]

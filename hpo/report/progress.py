@@ -82,7 +82,7 @@ class StudyDisplay:
         if (facts := self._machine.facts()) and facts["busy"] != self._was_busy:
             self._was_busy, text = facts["busy"], busy_text(facts)
             line = f"This machine is {text}. {REMEDY}" if text else "This machine is no longer busy."
-            self._console.print(line, markup=False)
+            self._console.print(Text(line), soft_wrap=not self._console.is_terminal)
 
     def values(self, values: Sequence[float]) -> str:
         pairs = zip(self._objectives, values, strict=False)

@@ -272,8 +272,8 @@ def _all_trials(tables: StudyTables) -> Rows:
         table[metric] = [format_metric(metric, value) for value in trials[objective_column(metric)]]
     if len(tables.devices) > 1:
         table["device"] = trials["device"].fillna(MISSING)
-    busy = trials["busy"].eq(True).map({True: " (busy)", False: ""})
-    table["examples/s"] = trials["train_examples_per_second"].map(format_number) + busy
+    speeds = zip(trials["train_examples_per_second"], trials["busy"].eq(True), strict=True)
+    table["examples/s"] = [format_number(speed) + " (busy)" * busy for speed, busy in speeds]
     if trials["train_joules_per_example"].notna().any():
         table["joules/example"] = trials["train_joules_per_example"].map(format_number)
     if trials["skipped_steps"].gt(0).any():
