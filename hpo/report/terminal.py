@@ -98,7 +98,7 @@ def print_live(screens: Iterable[tuple[object, Iterable[Part]]]) -> None:
             before = facts
 
 
-def live_on(console: Console, **options: bool) -> Live | nullcontext[None]:
+def live_on(console: Console, **options: Any) -> Live | nullcontext[None]:
     """Return a display that changes in place, below other output; nothing for a log, CI or dumb terminal."""
     if not console.is_interactive or os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return nullcontext()
