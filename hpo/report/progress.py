@@ -91,12 +91,8 @@ class StudyDisplay:
             size = max(5, min(30, width - 70)) if is_wide else width - 24
             bar = ProgressBar(1.0, finished, size, complete_style=style, finished_style=style)
             yield (grid := Table.grid(padding=(0, 1, 0, 0)))
-            cells: list[RenderableType] = [
-                _line(f"{_name(trial):9}"),
-                Text(f"{progress.part:10}", style),
-                bar,
-            ]
-            grid.add_row(*cells, _line(*facts) if is_wide else None)
+            cells = [_line(f"{_name(trial):9}"), Text(f"{progress.part:10}", style), bar]
+            grid.add_row(*cells, _line(*facts) if is_wide else None)  # type: ignore[arg-type]
             yield from [] if is_wide else [_line("", *facts)]
 
     def _estimated_end(self) -> str:
