@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpo.errors import CodeError, HpoError, InputError
+from hpo.memory import is_out_of_memory
 
 ENTRY_POINTS = "hpo.plugins"
 HUB = "optunahub:"
@@ -263,8 +264,6 @@ def errors_of_code() -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        from hpo.memory import is_out_of_memory  # PyTorch: a shell completes the names of studies without it
-
         is_other = isinstance(error, HpoError) or is_out_of_memory(error)
         if not is_other and (line := _line_of(_codes.values(), error)):
             raise CodeError(f"{line}: {type(error).__name__}: {error}") from error

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from typing import Any
 
 from optuna.trial import FrozenTrial
 from rich.console import Console, Group, RenderableType
@@ -22,21 +23,18 @@ from hpo.outcome import Outcome, Progress
 from hpo.report.formats import describe_params, format_metric, format_percent, plural
 from hpo.report.status import study_status
 from hpo.report.terminal import OUTCOME_STYLES, live_on
-from hpo.study.reading.study_record import StudyRecord
 from hpo.study.reading.watch import StudyProgress, outcome_of
 from hpo.study.sampling.promotion import rungs_of
 
 _LINE_SECONDS = 30.0  # time between two lines of a running trial in a log
-_END_SECONDS = 5.0  # shortest time between two estimates of the end; they take at most 1 % of the time
 _WIDE = 64  # columns for a trial's facts beside its bar; in fewer, they have their own line
-ReadStudy = Callable[[], StudyRecord]
 
 
 class StudyDisplay:
     """Shows running trials, and prints a line for each end. `read` reads their study, if they have one."""
 
     def __init__(
-        self, config: StudyConfig, read: ReadStudy | None = None, console: Console | None = None
+        self, config: StudyConfig, read: Callable[[], Any] | None = None, console: Console | None = None
     ) -> None:
         self._console = console or Console(highlight=False)
         self._printed_at, self._objectives = time.monotonic(), config.objective
@@ -122,7 +120,7 @@ class StudyDisplay:
                 end = study_status(self._read())["estimated_end"]
                 local = datetime.fromisoformat(end).astimezone() if end else None
                 self._end = f"ends about {local:%a %H:%M}" if local else ""
-            self._end_due = now + max(_END_SECONDS, 100 * (time.monotonic() - now))
+            self._end_due = now + max(5.0, 100 * (time.monotonic() - now))  # at most 1 % of the time
         return self._end
 
     def _facts(self, progress: Progress) -> list[str]:

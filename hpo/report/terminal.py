@@ -77,9 +77,9 @@ def as_html(parts: str | Iterable[Part]) -> str:
             shown.append(f'<p style="white-space: pre-wrap"><{tag}>{html.escape(str(part))}</{tag}></p>')
         elif part[1]:
             names = [name for name in part[1][0] if any(row[name] for row in part[1])]
-            shown.append(f'<div style="overflow-x: auto"><table><caption>{html.escape(part[0])}</caption>')
+            shown.append(f'<div style="overflow-x: auto">{html.escape(part[0])}<table>')
             for tag, *cells in ["th", *names], *(["td", *(row[name] for name in names)] for row in part[1]):
-                opened = f'<{tag} style="text-align: left">'
+                opened = f'<{tag} style="text-align: left; padding-right: 1em">'
                 shown.append(f"<tr>{''.join(f'{opened}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>")
             shown.append("</table></div>")
     return "".join(shown)

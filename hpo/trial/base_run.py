@@ -275,7 +275,7 @@ class BaseRun(ABC):
     def _progress_in(self, part: str, **more: Any) -> Progress:
         known = (self._budget_used(), self.train_loss, self.examples_per_second, self.store.write_seconds)
         best = self.best.values[0] if self.best else None
-        return Progress(self.state.step, *known, part=part, num_steps=self.num_steps, best=best, **more)
+        return Progress(self.state.step, *known, part, self.num_steps, best, **more)
 
     def _enter(self, part: str, **more: Any) -> None:
         self.callbacks.on_progress(self._progress_in(part, **more))

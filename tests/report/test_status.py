@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from support.study_records import fake_trial, record_of
 
+from hpo.report import screens
 from hpo.report.status import study_status
 from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 
@@ -69,3 +70,17 @@ def test_time_by_precision_omits_invalid_trials() -> None:
     assert budget["by_precision"] == {"fp32": 1.0, "bf16": 1.0, "not known yet": 0.5}
     assert budget["by_outcome"] == {"complete": 2.0, "invalid": 2.0, "running": 0.5}
     assert (budget["spent_hours"], budget["left_hours"]) == (4.5, 4.5)
+
+
+def test_paused_trials_have_their_step_and_values_at_the_last_rung() -> None:
+    rungs = {"0.36": {"values": [0.625], "constraints": {}}, "0.1": {"values": [0.5], "constraints": {}}}
+    paused = replace(
+        fake_trial(4, "fp32"), outcome="paused", state="RUNNING", ended=None, attributes={"rungs": rungs}
+    )
+    shown = record(at(0, 0, 8), paused)
+    status = study_status(shown)
+    step = max(one.step for one in paused.evaluations)
+    assert status["paused"] == [{"number": 4, "rung": 0.36, "step": step, "values": {"score": 0.625}}]
+    tables = [part[1] for part in screens.status(shown, status) if isinstance(part, tuple)]
+    row = {"paused trial": "4", "at step": str(step), "of its training": "36%", "score": "0.625"}
+    assert [row] in tables
