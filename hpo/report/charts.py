@@ -107,12 +107,13 @@ def slices(tables: StudyTables, index: int = 0) -> Iterator[Chart]:
     settings = {"precision": _Setting(groups.map(labels.index).astype(float), names)} if labels else {}
     settings |= {name: _setting(tables, rows, name) for name in differing_settings(rows)}
     for num, (name, setting) in enumerate(settings.items()):
-        x = setting.values
+        x = setting.values.dropna()
         # Spread sideways so that equal choices stay visible.
         sizes = x.groupby(x).transform("size") - 1
         spread = 0.36 * (x.groupby(x).cumcount() / sizes.replace(0, np.nan) - 0.5).fillna(0)
-        traces = _points(rows, x + spread if setting.choices else x, _objective(rows, metric))
-        figure = _figure([*traces], y_label=_label(metric)).update_xaxes(type=setting.axis)
+        places = x + spread if setting.choices else x
+        figure = _figure([*_points(rows.loc[x.index], places, _objective(rows, metric))], "", _label(metric))
+        figure.update_xaxes(type=setting.axis, exponentformat="e")
         if setting.choices:
             ticks = [f"{choice} (n = {x.eq(at).sum()})" for at, choice in enumerate(setting.choices)]
             # Slanted to the left where they do not fit: to the right, plotly hides the last one.
@@ -152,15 +153,14 @@ def parallel_coordinates(tables: StudyTables) -> Iterator[Chart]:
     table = pd.concat(points).dropna().swaplevel().sort_index()
     traces = []
     for precision, group in _by_group(rows, rows["precision"]):
-        color, _ = PRECISION_STYLES.get(precision, _OTHER_STYLE)
         line = table.loc[group.index].replace(np.inf, np.nan)
         trials, places = (line.index.get_level_values(level) for level in (0, 1))
-        trace = _line(precision, [*places], [*line], color=color)
+        trace = _line(precision, [*places], [*line], color=PRECISION_STYLES.get(precision, _OTHER_STYLE)[0])
         texts = [f"trial {number}" for number in rows["number"][trials]]
         traces.append(trace | {"hovertext": texts, "hoverinfo": "text", "opacity": 0.7})
     figure = _figure(traces).update_layout(annotations=labels, yaxis_visible=False)
     figure.update_annotations(bgcolor="rgba(255, 255, 255, 0.8)", font_size=11)
-    figure.update_xaxes(**_category_axis([*axes]) | {"showgrid": True, "autotickangles": [0, -45, -90]})
+    figure.update_xaxes(**_category_axis([*axes]) | {"showgrid": True, "autotickangles": [0, -90]})
     if axes:
         yield Chart("parallel", "Settings and results of trials", figure, f"{len(rows)} complete trials.")
 

@@ -49,7 +49,7 @@ Span = tuple[str, int, int]
 
 IGNORE_INDEX = -100
 MULTI_HOT = "rows of 0 and 1 (multi-hot) must be lists with the names of the classes that hold"
-_BITS = {"0", "1", "False", "True"}
+BITS = {"0", "1", "False", "True"}
 SHARES: Mapping[str, Callable[[Any], Any]] = {
     "log_loss": lambda value: np.exp(-value),
     "calibration_error": lambda value: 1 - value,
@@ -369,7 +369,7 @@ def class_name(value: Any) -> Any:
 
 def is_multi_hot(classes: Collection[str], sizes: Collection[int]) -> bool:
     """Return True if lists with these classes and of these sizes are rows of 0 and 1, not of names."""
-    return len(classes) == 2 and {*classes} <= _BITS and len({*sizes} - {0}) == 1
+    return len(classes) == 2 and {*classes} <= BITS and len({*sizes} - {0}) == 1
 
 
 def not_classes(form: str, value: Any) -> ValueError:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hpo.errors import did_you_mean, shorten
 from hpo.tasks.example import Example, Label
 from hpo.tasks.kind import (
+    BITS,
     IGNORE_INDEX,
     MULTI_HOT,
     SHARES,
@@ -99,7 +100,7 @@ class _Labels(Kind):
             form = "a list of classes" if self.is_list else "one class"
             raise not_classes(form, value)
         unknown = [item for item in classes if item not in self._index]
-        if self.is_list and len(classes) > 1 and set(classes) <= _BITS and (unknown or len({*classes}) < 2):
+        if self.is_list and len(classes) > 1 and set(classes) <= BITS and (unknown or len({*classes}) < 2):
             raise ValueError(f": {MULTI_HOT}; got {shorten(repr(value), 60)}")
         if unknown:
             hint = did_you_mean(unknown[0], self.task.labels)

@@ -17,6 +17,7 @@ from hpo.deploy.onnx_fp32 import export_onnx
 from hpo.errors import ModelError
 from hpo.inference.model import TrainedModel
 from hpo.models.encoder import load_encoder
+from hpo.models.export import MLFLOW_FILES
 
 LONGFORMER = {**BERT, "model_type": "longformer", "attention_window": [16, 16]}
 
@@ -51,7 +52,7 @@ def test_logits_and_probabilities_equal_pytorch(family: str, tiny_exports: Path,
 def test_folder_is_complete(tiny_exports: Path) -> None:
     folder = tiny_exports / "onnx"
     names = {"model.onnx", "hpo.json", "config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert {file.name for file in folder.iterdir()} == names
+    assert {file.name for file in folder.iterdir()} == names | set(MLFLOW_FILES)
     content, other = (json.loads((tiny_exports / one / "hpo.json").read_text()) for one in ("onnx", "torch"))
     assert (content["format"], content["runtime"], other["format"]) == (3, "onnx", 2)
     assert all(content[key] == other[key] for key in other.keys() - {"format", "checksums"})
