@@ -30,9 +30,16 @@ from hpo.data.tasks import make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError, InputError, did_you_mean
 from hpo.extensions import NO_DATA, SOURCES
 from hpo.tasks.example import Example
-from hpo.tasks.kind import KINDS, Task, class_name, kind_of, not_classes
-from hpo.tasks.labels import MULTI_HOT, is_multi_hot
-from hpo.tasks.regression import give_one_reading
+from hpo.tasks.kind import (
+    KINDS,
+    MULTI_HOT,
+    Task,
+    class_name,
+    give_one_reading,
+    is_multi_hot,
+    kind_of,
+    not_classes,
+)
 
 _logger = logging.getLogger("hpo.data")
 

@@ -25,8 +25,7 @@ from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig, TaskConfig
 from hpo.errors import DataError, did_you_mean, shorten
-from hpo.tasks.kind import KINDS
-from hpo.tasks.regression import NumberText, readings
+from hpo.tasks.kind import KINDS, NumberText, readings
 
 TaskConfigs = Mapping[str, TaskConfig]
 NO_CSV = CsvConfig(delimiter=",")

@@ -12,8 +12,7 @@ from hpo.errors import InputError
 from hpo.evaluation.contributions import Statistics, scored
 from hpo.evaluation.verdict import Question, Verdict, facts_of, judge
 from hpo.tasks.example import Example
-from hpo.tasks.kind import KINDS, Kind, Task, class_name, kind_of
-from hpo.tasks.labels import MULTI_HOT, is_multi_hot
+from hpo.tasks.kind import KINDS, MULTI_HOT, Kind, Task, class_name, is_multi_hot, kind_of
 from hpo.training.metrics import row_statistics
 
 

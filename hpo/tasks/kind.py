@@ -13,11 +13,13 @@ The package has six kinds, and `KINDS` maps their names to them. The layout of t
 """
 
 import math
+import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import lru_cache
 from inspect import signature
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpo.code import Registry
-from hpo.errors import shorten
+from hpo.errors import DataError, shorten
 from hpo.extensions import METRICS, add_options, metrics_of
 from hpo.section import Section
 from hpo.tasks.example import Example, Label
@@ -48,6 +50,8 @@ Span = tuple[str, int, int]
 """Name, first character and end of a span; the end is one past its last character."""
 
 IGNORE_INDEX = -100
+MULTI_HOT = "rows of 0 and 1 (multi-hot) must be lists with the names of the classes that hold"
+BITS = {"0", "1", "False", "True"}
 
 
 @dataclass(frozen=True)
@@ -352,3 +356,49 @@ def indicators(task: Task, lists: Sequence[Sequence[str]]) -> NDArray[np.bool_]:
     indicators_NC = np.zeros((len(lists), len(index)), bool)
     indicators_NC[tuple(np.array(ones, np.int64).reshape(-1, 2).T)] = True
     return indicators_NC
+
+
+def is_multi_hot(classes: Collection[str], sizes: Collection[int]) -> bool:
+    """Return True if lists with these classes and of these sizes are rows of 0 and 1, not of names."""
+    return len(classes) == 2 and {*classes} <= BITS and len({*sizes} - {0}) == 1
+
+
+NumberText = tuple[str, str, Mapping[str, float]]
+
+_ASCII = str.maketrans("\u2212\u2013\ufe63\uff0d\uff0b\uff0e\uff0c\u066b\u066c\u2019", "----+.,.''")
+_FORMS = {
+    mark: re.compile(
+        rf"(?i)(?![-+]?0\d+$)([-+]?(?:\d+|(?!0)\d{{1,3}}({group})\d{{3}}(?:\2\d{{3}})*|(?={mark}\d)))"
+        rf"({mark}\d*)?(e[-+]?\d+)?"
+    )
+    for mark, group in ((r"\.", r"[,'\s]"), (",", r"[.'\s]"))
+}
+
+
+@lru_cache(maxsize=4096)
+def readings(text: str, *, has_decimal_comma: bool) -> Mapping[str, float]:
+    """Return the number by the mark of decimals, `.` or `,`, with the marks that fit; the usual one first."""
+    plain = text.strip().translate(_ASCII)
+    found: dict[str, float] = {}
+    for mark, form in _FORMS.items():
+        if match := form.fullmatch(plain):
+            whole, _, decimals, exponent = match.groups("")
+            found[mark[-1]] = float(re.sub(r"[^\d+-]", "", whole) + decimals.replace(",", ".") + exponent)
+    is_point = not has_decimal_comma and ("." not in found or ("." in plain and "," not in plain))
+    return {mark: value for mark, value in found.items() if mark == "." or not is_point}
+
+
+def give_one_reading(task: str, numbers: Mapping[str, tuple[str, Mapping[str, float], Any]]) -> None:
+    """Set the labels of rows to one reading of a column. Raises DataError.
+
+    `numbers` have text, readings and labels; the first with one reading alone is under its mark.
+    """
+    wrong = f"labels.{task}: the mark of decimals must be the same in all numbers"
+    sure = [mark for mark in ".," if mark in numbers]
+    if len(sure) == 2:
+        raise DataError(f"{wrong}, but {numbers['.'][0]} has `.` and {numbers[','][0]} has `,`.")
+    for shown, found, labels in numbers.values():
+        if not sure:
+            two = f"{shown} is {found['.']:.15g} or {found[',']:.15g}"
+            raise DataError(f"{wrong}, but {two}, and no number tells which. Write no mark of thousands.")
+        labels[task] = found[sure[0]]

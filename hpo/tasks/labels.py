@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,9 @@ from torch import Tensor
 from hpo.errors import did_you_mean, shorten
 from hpo.tasks.example import Example, Label
 from hpo.tasks.kind import (
+    BITS,
     IGNORE_INDEX,
+    MULTI_HOT,
     ByName,
     Counts,
     FloatArray,
@@ -60,17 +62,10 @@ _LISTS = {
     "{": re.compile(rf"\{{\s*(?:(?:{_QUOTED}|[^\s'\"{{}},:][^'\"{{}},:]*)(?:\s*,\s*|(?=\}})))*\}}"),
 }
 """By first character: a list of Python or NumPy, a tuple, a set or an array of PostgreSQL."""
-MULTI_HOT = "rows of 0 and 1 (multi-hot) must be lists with the names of the classes that hold"
-_BITS = {"0", "1", "False", "True"}
 _LEAST_PROBABILITY = 1e-15
 """Probabilities in losses lie between this and 1 minus this."""
 _AT_ONCE = 2**20
 """Number of probabilities in one step of `row_losses`, for the memory."""
-
-
-def is_multi_hot(classes: Collection[str], sizes: Collection[int]) -> bool:
-    """Return True if lists with these classes and of these sizes are rows of 0 and 1, not of names."""
-    return len(classes) == 2 and {*classes} <= _BITS and len({*sizes} - {0}) == 1
 
 
 class _Labels(Kind):
@@ -96,7 +91,7 @@ class _Labels(Kind):
             form = "a list of classes" if self.is_list else "one class"
             raise not_classes(form, value)
         unknown = [item for item in classes if item not in self._index]
-        if self.is_list and len(classes) > 1 and set(classes) <= _BITS and (unknown or len({*classes}) < 2):
+        if self.is_list and len(classes) > 1 and set(classes) <= BITS and (unknown or len({*classes}) < 2):
             raise ValueError(f": {MULTI_HOT}; got {shorten(repr(value), 60)}")
         if unknown:
             hint = did_you_mean(unknown[0], self.task.labels)
