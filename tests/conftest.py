@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
-from support import alembic_scripts
+from support import alembic_scripts  # noqa: F401
 from support.browser import CHROMIUM, FLAGS
 from support.postgres import PostgresServer
 from support.slurm import SlurmCluster, why_not

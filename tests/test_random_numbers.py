@@ -68,7 +68,7 @@ class Owner(torch.nn.Module):
         self.old = np.random.RandomState(2)
 
     def draws(self) -> list[float]:
-        inner = lambda: float(RNG.random())
+        inner = lambda: float(RNG.random())  # noqa: E731
         own = float(torch.rand((), generator=HELD["torch"])), HELD["python"][0].random(), self.old.rand()
         return [inner(), *own, float(torch.rand(())), np.random.rand(), random.random()]
 

@@ -17,7 +17,7 @@ from rich import text as rich_text
 from rich.console import Console
 
 from hpo import __version__
-from hpo.cli import cluster, machines, models, results, search, starting
+from hpo.cli import cluster, machines, models, results, search, starting  # noqa: F401  (their commands)
 from hpo.cli.options import app
 from hpo.errors import HpoError, printable
 

@@ -11,8 +11,8 @@
 
 (1) `data.csv.empty: unlabelled` makes it unlabelled; csv has no null, so its empty cells are empty text.
 Several classes are a list, its text as in JSON, Python, NumPy or PostgreSQL, `a|b`, or columns of 0 and 1.
-All numbers of a task in text have one mark of decimals. Spans are {name: [[start, end], ...]} or, for one name,
-[[start, end], ...]; a table may hold them as JSON. Class names lose outer white space.
+All numbers of a task in text have one mark of decimals. Spans are {name: [[start, end], ...]} or, for one
+name, [[start, end], ...]; a table may hold them as JSON. Class names lose outer white space.
 """
 
 import json

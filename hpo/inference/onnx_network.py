@@ -93,7 +93,7 @@ class OnnxNetwork(nn.Module):
             raise RunError(f"onnxruntime could not run {self.file}: {shorten(str(error), 200)}") from error
         return {name: torch.from_numpy(output) for name, output in zip(names, outputs, strict=True)}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnnxNetwork:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnnxNetwork:  # noqa: ARG002
         """Refuse `half`, `cuda` and the like, which would change nothing."""
         moved = fn(torch.empty(0))
         if (moved.device, moved.dtype) != (self.device, torch.float32):

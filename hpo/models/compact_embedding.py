@@ -34,7 +34,7 @@ class CompactEmbedding(nn.Embedding):
         self.register_buffer("row_of_id", row_of_id, persistent=False)
         self.row_of_id: Tensor
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Embedding names it
         """Look up ids of any shape. With gradients, an id without a row raises IndexError (on a CPU)."""
         rows = self.row_of_id[input]
         if not torch.is_grad_enabled():  # an own callback may use any token
@@ -54,7 +54,7 @@ class CompactEmbedding(nn.Embedding):
         table[self.used_ids] = weight[:-1]
         return table
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
         destination[f"{prefix}weight"] = self.whole()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -106,7 +106,7 @@ def _only_calls(encoder: nn.Module, name: str, ids: Tensor) -> bool:
     inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
 
     read = {f"{name}.weight": torch.full_like(weight, torch.nan)}
-    called = lambda _module, args, kwargs, _output: F.embedding((*args, *kwargs.values())[0], weight)
+    called = lambda _module, args, kwargs, _output: F.embedding((*args, *kwargs.values())[0], weight)  # noqa: E731
     with table.register_forward_hook(called, with_kwargs=True), torch.no_grad():
         output = torch.func.functional_call(encoder, read, kwargs=inputs)
     return bool(output.last_hidden_state.isfinite().all())

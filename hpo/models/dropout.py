@@ -82,7 +82,7 @@ class _MaskAndScale(torch.autograd.Function):
 class BitDropout(nn.Dropout):
     """`nn.Dropout` with masks from random bits, where possible."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Dropout names it
         if self.training and 0 < self.p < 1 and is_fast_here(input):
             dropped: Tensor = _MaskAndScale.apply(input, self.p)  # type: ignore[no-untyped-call]
             return dropped

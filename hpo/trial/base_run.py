@@ -140,7 +140,7 @@ class BaseRun(ABC):
     def _budget_used(self) -> float:
         """Return the used share of the trial's budget."""
 
-    def _on_values(self, evaluation: Evaluation) -> None:
+    def _on_values(self, evaluation: Evaluation) -> None:  # noqa: B027
         """Handle an evaluation before it is reported."""
 
     def _best_state(self) -> dict[str, Any]:

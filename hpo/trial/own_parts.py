@@ -41,7 +41,7 @@ class Params(Mapping[str, Any]):
         return name in self._values
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401
 
     @property
     def unread(self) -> list[str]:

@@ -164,7 +164,7 @@ class TwoTasks:
 
     lost: float
 
-    def __call__(self, rng: Generator, num_runs: int) -> Study:
+    def __call__(self, rng: Generator, num_runs: int) -> Study:  # noqa: ARG002
         few = Accuracy(labelled=50, rows=self.lost, flips=0.0, spread=0.0)(rng, 1)
         many = Accuracy(flips=0.0, spread=0.0)(rng, 1)
         pairs = [
@@ -363,7 +363,7 @@ class UnevenSpans:
     num_rows: int = 1000
     errors: float = 0.05
 
-    def __call__(self, rng: Generator, num_runs: int) -> Study:
+    def __call__(self, rng: Generator, num_runs: int) -> Study:  # noqa: ARG002
         num_N = rng.geometric(0.25, self.num_rows)
         right_N = [rng.random(num) >= self.errors for num in num_N]
         lost_N = (rng.random(self.num_rows) < self.lost) & (num_N >= self.least)

@@ -80,7 +80,7 @@ def test_scores_equal_an_evaluation(tmp_path: Path) -> None:
 def test_timeout_chooses_among_scored_forms(mood: Mood, tmp_path: Path, is_native: bool) -> None:
     built = tmp_path / "artifacts" / ONNX_FP32
     device = replace(CPU, cpu_features=frozenset({"avx512_bf16"} if is_native else {"avx2"}))
-    late = lambda: "it is late" * built.exists()
+    late = lambda: "it is late" * built.exists()  # noqa: E731
     result = deployed(*mood, tmp_path, ONNX_FP32, "bf16", device=device, stop_reason=late)
     assert [row.artifact for row in result.artifacts] == ["fp32", *(["bf16"] if is_native else [])]
     assert result.left_out[ONNX_FP32] == "not scored, because it is late."

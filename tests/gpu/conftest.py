@@ -37,6 +37,6 @@ def figure(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -
 
     def show(text: str) -> None:
         with capsys.disabled():
-            print(f"\n  {request.node.originalname}: {text}", flush=True)
+            print(f"\n  {request.node.originalname}: {text}", flush=True)  # noqa: T201
 
     return show

@@ -98,7 +98,7 @@ def test_other_cases_run_pytorch(case: str, kernel_calls: list[float]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernel_equals_own_attention(family: str, kernel_calls: list[float], monkeypatch: Any) -> None:
     """The masks keep everything; the batch has padding, short texts and a part without padding."""
-    keep_all = lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16)
+    keep_all = lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16)  # noqa: E731
     monkeypatch.setattr(DropoutMaskGenerator, "keep_mask", keep_all)
     model = family_model(family, dropout=0.0, head_dropout=0.0, attention_dropout=1e-9)
     ids_BL, mask_BL = make_batch((12, 3, 7, 12))

@@ -16,7 +16,7 @@ FIXED = torch.eye(32) / 100
 TINY: dict[str, Any] = {"hidden_size": 32, **SIZES, "max_position_embeddings": 256}
 BIG_BIRD = {**TINY, "model_type": "big_bird", "block_size": 4}
 LIKE_BERT = ("deberta", "ernie", "esm", "ibert", "megatron-bert", "roformer", "xlm-roberta")
-NARROW = {name: "embedding_size" for name in ("albert", "mobilebert", "squeezebert")}
+NARROW = {name: "embedding_size" for name in ("albert", "mobilebert", "squeezebert")}  # noqa: C420
 
 INDEPENDENT: dict[str, dict[str, Any]] = {
     **{name: config for name, (config, _) in FAMILIES.items()},

@@ -104,7 +104,7 @@ class CompiledPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dense = nn.Linear(16, 16)
-        part = lambda hidden: self.dense(hidden).relu()
+        part = lambda hidden: self.dense(hidden).relu()  # noqa: E731
         self.part = torch.compile(part, backend="aot_eager", fullgraph=True)
 
     def forward(self, hidden: Tensor) -> Any:

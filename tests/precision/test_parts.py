@@ -96,7 +96,7 @@ def test_part_equals_fp32_beyond_the_range_of_fp16(name: str) -> None:
     plain, seen = copy.deepcopy(model), dict[str, tuple[Tensor, Tensor]]()
     run_in_float32(model.second)
     for part, module in model.named_children():
-        note = lambda _, inputs, output, part=part: seen.update({part: (inputs[0], output)})
+        note = lambda _, inputs, output, part=part: seen.update({part: (inputs[0], output)})  # noqa: E731
         module.register_forward_hook(note)
     with amp_of(name).autocast():
         model(X)

@@ -97,7 +97,7 @@ def _be_program(folder: str, arguments: list[str], environment: dict[str, str], 
     for number, pipe in ((1, out), (2, err)):
         os.dup2(pipe.fileno(), number)
         pipe.close()
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

@@ -71,7 +71,7 @@ def write_long_study(
     every_seconds: float,
     n_trials: int = 2,
     per_trial: int = 1,
-    pruner: dict[str, Any] = {"name": "none"},
+    pruner: dict[str, Any] = {"name": "none"},  # noqa: B006
     **budget: float,
 ) -> Path:
     """Of trials that last long enough to be met in the middle, with a checkpoint `every_seconds`."""

@@ -16,7 +16,7 @@ class FakeTracker:
     def __init__(self) -> None:
         self.shown: list[Run] = []
 
-    def show(self, run: Run, write_files: object = None, /) -> bool:
+    def show(self, run: Run, write_files: object = None, /) -> bool:  # noqa: ARG002
         self.shown.append(run)
         return True
 
@@ -44,7 +44,7 @@ class StopAfter(threading.Event):
         super().__init__()
         self.waits_left = waits
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002
         self.waits_left -= 1
         if not self.waits_left:
             self.set()

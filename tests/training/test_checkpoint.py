@@ -123,7 +123,7 @@ def test_full_disk(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("end", [KeyboardInterrupt, Preempted])
 def test_failed_write_raises_at_a_preemption(store: CheckpointStore, end: Any, monkeypatch: Any) -> None:
     fill_disk(monkeypatch)
-    with pytest.raises(CheckpointError if end is Preempted else end), store:
+    with pytest.raises(CheckpointError if end is Preempted else end), store:  # noqa: PT012
         store.save(2, WEIGHTS, state={"step": 2})
         raise end
     assert len(store.problems) == 1

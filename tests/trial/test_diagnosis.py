@@ -117,7 +117,7 @@ def test_batch_is_the_next_one_with_its_masks(tmp_path: Path, rows: int) -> None
             seen.append((inputs[0].clone(), next(iter(outputs.values())).detach().clone()))
 
     parts, training = 8 // rows, {"max_steps": 12, "dropout": 0.5}
-    plant = lambda model: model.register_forward_hook(record)
+    plant = lambda model: model.register_forward_hook(record)  # noqa: E731
     executor = altered(tmp_path, plant, training=training, **UNCHECKED)
     ended(executor, tmp_path / "whole", fp_precision="fp32", micro_batch_size=rows)
     expected = seen[-12 * parts :][8 * parts : 9 * parts]  # in the second epoch

@@ -16,7 +16,7 @@ from hpo.trial.run import checkpoint_key
 
 def test_fresh_model_must_be_finite(tmp_path: Path) -> None:
     """The weights themselves are finite. No precision is to blame."""
-    break_encoder = lambda model: model.encoder.embeddings.LayerNorm.weight.fill_(1e38)
+    break_encoder = lambda model: model.encoder.embeddings.LayerNorm.weight.fill_(1e38)  # noqa: E731
     executor = altered_executor(tmp_path, break_encoder)
     message = r"the logits .*, in fp32 and before any training; first: aten\..* in encoder\."
     with pytest.raises(ModelError, match=message):

@@ -76,9 +76,9 @@ def test_speed_ratio_of_compiled_models(compile_mode: str, tmp_path: Path, monke
         now[0] += 1.0 if hasattr(module, "planted_compiler") else 4.0
 
     training = {"max_steps": 1, "max_length": 64, "compile": compile_mode}
-    plant = lambda model: model.register_forward_pre_hook(spend)
+    plant = lambda model: model.register_forward_pre_hook(spend)  # noqa: E731
     executor = altered_executor(tmp_path, plant, training=training)
-    compiled = lambda model, *_: setattr(model, "planted_compiler", True)
+    compiled = lambda model, *_: setattr(model, "planted_compiler", True)  # noqa: E731
     executor.loader.apply_compile = compiled
     for name in ("bf16", "bf16-true"):
         found = check_precision(executor, name, repeats=1).costs

@@ -89,7 +89,7 @@ class FolderCheckpoints:
                     ) from None
             time.sleep(0.5)
 
-    def sync(self, kept: Sequence[Path], _resume_key: str, *, is_last: bool = False) -> None:
+    def sync(self, kept: Sequence[Path], _resume_key: str, *, is_last: bool = False) -> None:  # noqa: ARG002
         self._lease.saved_step = newest_step(kept, default=self._lease.saved_step)
 
 

@@ -128,7 +128,7 @@ class WorkerLease(Membership):
                 row = seen.rows.get(trial.number)
                 waits = trial.state == TrialState.WAITING
                 change = partial(self._start, points, seen) if waits else self._take_over
-                if lease := self._claim(lambda it: change(it, trial, row)):
+                if lease := self._claim(lambda it: change(it, trial, row)):  # noqa: B023
                     return lease
                 refused[trial.number, row] += 1
                 if max(refused.values()) > MAX_REFUSALS:
@@ -138,7 +138,7 @@ class WorkerLease(Membership):
                     )
                 continue  # another worker was faster
             if seen.may_begin and any(map(self.runnable, seen.new)):
-                if lease := self._claim(lambda it: self._begin(it, seen, points)):
+                if lease := self._claim(lambda it: self._begin(it, seen, points)):  # noqa: B023
                     return lease
                 continue
             self.left = seen.unfinished()
@@ -167,7 +167,7 @@ class WorkerLease(Membership):
             if self.is_planned and trial.number not in seen.rows and (fixed or trial.params):
                 why = "A comparison chooses the parameters of its trials."
             if why:
-                self._storage.write(lambda it: self._refuse(it, seen, trial, why))
+                self._storage.write(lambda it: self._refuse(it, seen, trial, why))  # noqa: B023
                 seen.waiting.remove(trial)
             elif self.runnable(known_params(trial)):
                 yield trial
@@ -326,7 +326,7 @@ class WorkerLease(Membership):
     def _end(self, trials: Sequence[FrozenTrial], seen: Snapshot, reason: str) -> None:
         for trial in trials:
             owner = seen.rows[trial.number].owner
-            self._storage.write(lambda it: end_unclaimed(it, self._name, trial, owner, reason))
+            self._storage.write(lambda it: end_unclaimed(it, self._name, trial, owner, reason))  # noqa: B023
             self.has_ended_trials = True
 
     def _finish(self, seen: Snapshot) -> None:

@@ -186,7 +186,7 @@ class StudyView(Study):
         self,
         deepcopy: bool = True,
         states: Container[TrialState] | None = None,
-        use_cache: bool = False,
+        use_cache: bool = False,  # noqa: ARG002
     ) -> list[FrozenTrial]:
         shown = [trial for trial in self._trials if states is None or trial.state in states]
         return copy.deepcopy(shown) if deepcopy else shown

@@ -315,7 +315,7 @@ def test_budget_keeps_begun_training_as_a_trial(
         worker.record_outcome(lease, result("preempted"))
     for owner, ends in ((worker.id, False), (None, True), (None, False)):
         stored = opened.trials[0]
-        assert storage.write(lambda it: end_unclaimed(it, "tiny", stored, owner, reason)) == ends
+        assert storage.write(lambda it: end_unclaimed(it, "tiny", stored, owner, reason)) == ends  # noqa: B023
     assert (opened.trials[0].state.name, opened.trials[0].values) == end
     assert storage.trial_counts("tiny")["done"] == (end[0] == "PRUNED")
 

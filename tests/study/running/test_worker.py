@@ -119,7 +119,7 @@ def test_trial_pauses_at_a_rung_with_a_finite_value(
         return result("pruned" if broken else "complete", telemetry={"device": {}})
 
     create_or_resume_study(storage, config)
-    folder = lambda _token, number: tmp_path / str(number)
+    folder = lambda _token, number: tmp_path / str(number)  # noqa: E731
     executor: Any = SimpleNamespace(study=config, device=CPU, trial_folder=folder, run=run)
     make_and_run(config, storage, TrialRunner(executor, storage, stop), stop=stop)
     [trial] = storage.load_study(config.name).trials

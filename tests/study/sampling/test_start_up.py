@@ -127,7 +127,7 @@ def test_a_trial_that_ended_early_by_another_cause_tries_nothing(trials: Any, is
 
 def test_parallel_workers_and_enqueued_trials_share_the_start(storage: Storage) -> None:
     config = study(6, sampler={"name": "tpe"}, first=[{"learning_rate": 1e-4}])
-    start = lambda: start_up(config, ANY_DEVICE)
+    start = lambda: start_up(config, ANY_DEVICE)  # noqa: E731
     with open_storage(storage.url) as other:
         first, second = (worker_on(one, config, start_values=start().values) for one in (storage, other))
         with first, second:
