@@ -98,7 +98,7 @@ def test_imports_are_at_the_top_of_a_file() -> None:
 
     `Study` imports plotly and optuna-dashboard late, for a worker.
     """
-    late_modules = (*packages_of_extras(), "hpo.api", "hpo.report.dashboard")
+    late_modules = (*packages_of_extras(), "hpo.api", "hpo.report.dashboard", "hpo.data.frames")
     for file in FILES:
         if file.parts[0] not in ("cli", "__main__.py"):
             assert not [name for name in late_imports(file) if not f"{name}.".startswith(late_modules)], file
