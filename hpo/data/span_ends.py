@@ -50,15 +50,15 @@ class SpanEnds:
         warnings, (num, scheme) = [], tag_faults(self.tags)
         if num:
             warnings.append(
-                f"{num:,} of {self.tags['tags']:,} tags are faults of {scheme}, as `I-` without `B-`. They are "
-                "read as conlleval and seqeval read them: such a tag begins a span."
+                f"{num:,} of {self.tags['tags']:,} tags are faults of {scheme}, as `I-` without `B-`. They "
+                "are read as conlleval and seqeval read: such a tag begins a span."
             )
         if self.num_odd >= max(_FEWEST, _SHARE * self.num_spans):
             percent = 100 * self.num_odd / self.num_spans
             warnings.append(
                 f"{self.num_odd:,} of {self.num_spans:,} spans ({percent:.1f} %) begin or end inside a word "
-                f"or at a space, as in `{self.excerpt}` (row `{self.row}`). Offsets must count characters from "
-                "0, and the end is one past the last character."
+                f"or at a space, as in `{self.excerpt}` (row `{self.row}`). Offsets must count characters "
+                "from 0, and the end is one past the last character."
             )
         return warnings
 

@@ -1,9 +1,8 @@
 """Spans of tagged tokens, in every scheme of BIO.
 
-The prefix of a tag such as `B-PER` is B (begin), I or M (inside), L or E (last), or U, S or W (unit). One
-rule reads IOB1, IOB2 (BIO), BILOU, IOBES and BMES: a token continues a span if its prefix is I or L, and the
-token before has the same name and the prefix B or I. Every other token with a name begins a span. It is the
-rule of conlleval, and of seqeval without its mode `strict`: faults are repaired as there.
+The prefix of a tag such as `B-PER` is B (begin), I or M (inside), L or E (last), or U, S or W (unit). A token
+continues a span if its prefix is I or L, and the token before has the same name and the prefix B or I. Every
+other token with a name begins a span, as in conlleval, and in seqeval without its mode `strict`.
 
 In IOB1, B stands only between two spans of one name. Tags without another B, L or U count as IOB1.
 """
