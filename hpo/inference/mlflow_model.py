@@ -13,12 +13,11 @@ from hpo.inference.model import load
 def _load_pyfunc(path: str, model_config: Mapping[str, Any]) -> SimpleNamespace:
     """Load an export with these options of `hpo.load`. MLflow calls this function by its name.
 
-    `predict` takes a table with a column `text`. Returns {task: fields of `TaskPrediction`} for each row.
+    `predict` takes a table of texts as `hpo.load` does. Returns {task: fields of `TaskPrediction`} for each row.
     """
     model = load(path, **model_config)
 
     def predict(table: pd.DataFrame) -> list[dict[str, Any]]:
-        rows = table.astype(object).where(table.notna(), None).to_dict("records")
-        return [{task: asdict(one) for task, one in each.items()} for each in model.predict(rows)]
+        return [{task: asdict(one) for task, one in each.items()} for each in model.predict(table)]
 
     return SimpleNamespace(predict=predict)

@@ -49,7 +49,6 @@ _FLAVOR = {
     # Options of `hpo.load`, which a user may change. Code of the study is not in the folder.
     "config": {"device": "auto", "precision": None, "trust_remote_code": False, "code": []},
 }
-_COLUMNS = {"text": "string", "segments": "any"}  # MLflow drops others
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,8 @@ def write_metadata(folder: Path, content: Mapping[str, Any]) -> None:
     content = {**content, "checksums": {path.relative_to(folder).as_posix(): _sha256(path) for path in files}}
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
     if find_spec("mlflow") is not None:  # it takes seconds to import, and its YAML may be JSON
-        inputs = [{"name": one, "type": of, "required": one == "text"} for one, of in _COLUMNS.items()]
-        model = {"flavors": {"python_function": _FLAVOR}, "signature": {"inputs": json.dumps(inputs)}}
+        # Without a signature, for which MLflow drops columns: `hpo.load` reads texts, pairs, tokens and segments.
+        model = {"flavors": {"python_function": _FLAVOR}}
         (folder / "MLmodel").write_text(json.dumps(model, indent=2) + "\n")
         names = ("precision-hpo", "mlflow-skinny", "torch", "transformers", "onnxruntime", "peft")
         lines = [f"{name}=={version}\n" for name, version in installed_versions(*names).items()]

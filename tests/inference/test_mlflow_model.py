@@ -71,6 +71,8 @@ def test_pairs_have_their_segments(tmp_path: Path) -> None:
     folder = exported(tmp_path / "model", ("question", "context"))
     model = mlflow.pyfunc.load_model(str(folder))
     assert model.predict(pd.DataFrame([PAIR])) == of_hpo(folder, [PAIR])
+    columns = pd.DataFrame({"question": ["Where"], "context": ["In Rome"]})
+    assert model.predict(columns) == of_hpo(folder, [("Where", "In Rome")])
     with pytest.raises(DataError, match="segments"):
         model.predict(pd.DataFrame({"text": TEXTS}))
 
