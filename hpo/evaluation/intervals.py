@@ -37,6 +37,7 @@ from hpo.tasks.sums import macro_f1_change
 from hpo.training.metrics import RowStatistics, counted, primary_mean
 
 NUM_RESAMPLES = 1000
+_NUM_RANKED = 200  # number of resamples for metrics of ranks, which cost most
 LEVEL = 0.95
 _UPPER = (1 + LEVEL) / 2
 _Z = 1.96
@@ -95,7 +96,7 @@ def _samples(
         for name, of in statistics.items():
             if of.num_rows < 2 or not samples[name]:
                 continue
-            weighted = of.weighted_scores(weights_BE)
+            weighted = of.weighted_scores(weights_BE, max(0, _NUM_RANKED - first))
             for metric, values_B in samples[name].items():
                 values_B[first : first + len(weights_BE)] = weighted[metric]
         first += len(weights_BE)

@@ -13,7 +13,7 @@ from hpo.inference.model import load
 def _load_pyfunc(path: str, model_config: Mapping[str, Any]) -> SimpleNamespace:
     """Load an export with these options of `hpo.load`. MLflow calls this function by its name.
 
-    `predict` takes a table of texts as `hpo.load` does. Returns {task: fields of `TaskPrediction`} for each row.
+    `predict` takes a table as `hpo.load` does. Returns {task: fields of `TaskPrediction`} for each row.
     """
     model = load(path, **model_config)
 

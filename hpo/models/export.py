@@ -81,7 +81,7 @@ class ExportSettings:
     """Tokens in a batch of the study's evaluations, padding included."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Columns of `id`, `text` and `tokens` in the study's tables."""
-    csv: Mapping[str, str | None] = field(default_factory=dict)
+    csv: Mapping[str, Any] = field(default_factory=dict)
     """The study's `data.csv`."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Hash of each piece of the study's own code, by name."""
@@ -181,7 +181,7 @@ def write_metadata(folder: Path, content: Mapping[str, Any]) -> None:
     content = {**content, "checksums": {path.relative_to(folder).as_posix(): _sha256(path) for path in files}}
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
     if find_spec("mlflow") is not None:  # it takes seconds to import, and its YAML may be JSON
-        # Without a signature, for which MLflow drops columns: `hpo.load` reads texts, pairs, tokens and segments.
+        # No signature: for one, MLflow would drop the columns of pairs, tokens and segments.
         model = {"flavors": {"python_function": _FLAVOR}}
         (folder / "MLmodel").write_text(json.dumps(model, indent=2) + "\n")
         names = ("precision-hpo", "mlflow-skinny", "torch", "transformers", "onnxruntime", "peft")

@@ -116,8 +116,12 @@ class RowStatistics:
         kind, rows_of = kind_of(self.task), (self.counts_NC, self.values_N)
         return np.concatenate([kind.rank_scores(one, *rows_of)[metric] for one in others])
 
-    def weighted_scores(self, weights_BE: NDArray[Any]) -> dict[str, FloatArray]:
+    def weighted_scores(
+        self, weights_BE: NDArray[Any], num_ranked: int | None = None
+    ) -> dict[str, FloatArray]:
         """Return the metrics [B] if example e of the split counts `weights_BE[b, e]` times; NaN: no metric.
+
+        Metrics of ranks cost a sort and are of the first `num_ranked` weightings alone; None: of all.
 
         `f1_macro` is the mean over the classes of all rows. A class without a row in a weighting keeps its F1
         of all rows. Otherwise a rare, always missed class would leave the mean, and the mean would rise.
@@ -127,7 +131,8 @@ class RowStatistics:
         counts = {name: weights_BN @ counts_NC for name, counts_NC in self.counts_NC.items()}
         rows_B = weights_BN.sum(axis=1)
         values = kind_of(self.task).scores(rows_B, counts, sums, self.class_counts())
-        values |= kind_of(self.task).rank_scores(weights_BN, self.counts_NC, self.values_N)
+        ranked = kind_of(self.task).rank_scores(weights_BN[:num_ranked], self.counts_NC, self.values_N)
+        values |= {name: np.append(of, np.full(len(rows_B) - len(of), np.nan)) for name, of in ranked.items()}
         if metrics_of(self.task.kind):
             key = hashlib.sha256(weights_BN.tobytes()).digest()
             if key not in self._drawn:
