@@ -72,7 +72,7 @@ def attention_on(device: str, attention: str | None) -> str | None:
 def attention_of(encoder: Any) -> str | None:
     """Return the setting `attention` that the encoder runs. None: an encoder of a study's own code."""
     names = {own: name for name, own in ATTENTION_IMPLEMENTATIONS.items()} | {FAST_SDPA: "sdpa"}
-    return names.get(encoder.config._attn_implementation)
+    return names.get(getattr(encoder.config, "_attn_implementation", ""))
 
 
 def load_tokenizer(

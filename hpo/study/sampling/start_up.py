@@ -84,6 +84,8 @@ class StartUp:
 
 def _shown(trial: FrozenTrial, params: Mapping[str, Any]) -> set[Choice]:
     """Return the choices whose effect the trial shows, or will show."""
+    if trial.state == TrialState.FAIL:  # its attributes may be another program's
+        return set()
     outcome, telemetry = trial.user_attrs.get("outcome", ""), trial.user_attrs.get("telemetry", {})
     is_evaluated = bool(trial.values or trial.intermediate_values or rungs_of(trial.user_attrs))
     is_unknown = outcome == Outcome.UNSUPPORTED or not shows_precision(outcome, telemetry, is_evaluated)
