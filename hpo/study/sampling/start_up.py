@@ -84,13 +84,11 @@ class StartUp:
 
 def _shown(trial: FrozenTrial, params: Mapping[str, Any]) -> set[Choice]:
     """Return the choices whose effect the trial shows, or will show."""
-    if trial.state == TrialState.FAIL:  # its attributes may be another program's
-        return set()
-    outcome, telemetry = trial.user_attrs.get("outcome", ""), trial.user_attrs.get("telemetry", {})
-    is_evaluated = bool(trial.values or trial.intermediate_values or rungs_of(trial.user_attrs))
-    is_unknown = outcome == Outcome.UNSUPPORTED or not shows_precision(outcome, telemetry, is_evaluated)
-    if trial.state.is_finished() and is_unknown:
-        return set()
+    if trial.state.is_finished():  # attributes of a waiting trial may be another program's
+        outcome, telemetry = trial.user_attrs.get("outcome", ""), trial.user_attrs.get("telemetry", {})
+        is_evaluated = bool(trial.values or trial.intermediate_values or rungs_of(trial.user_attrs))
+        if outcome == Outcome.UNSUPPORTED or not shows_precision(outcome, telemetry, is_evaluated):
+            return set()
     return {choice for choice in params.items() if choice[0] == PRECISION or not is_infeasible(trial)}
 
 
