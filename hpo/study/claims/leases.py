@@ -100,6 +100,7 @@ class WorkerLease(Membership):
         self.left: list[Mapping[str, Any]] = []
         """After a claim without a trial: the known parameters of the unfinished trials."""
         self._has_warned = False
+        self._published = set[str]()  # keys of published configurations that have a trial
         self.has_ended_trials = False  # true if this worker has ended trials since the last reset to False
 
     # Claims
@@ -288,9 +289,11 @@ class WorkerLease(Membership):
 
     def _next_published(self, seen: Snapshot) -> tuple[Point, dict[str, str]]:
         for point, source in self.portfolio[: math.ceil(SHARE * seen.num_planned)]:
-            fixed = (trial.system_attrs.get("fixed_params", {}) for trial in seen.trials.values())
-            if not any(point.items() <= one.items() for one in fixed):
-                return {**point}, {SOURCE_ATTR: f"portfolio: {source}"}
+            key = point_key(point)
+            if key not in self._published:
+                if not any(point.items() <= known_params(trial).items() for trial in seen.trials.values()):
+                    return {**point}, {SOURCE_ATTR: f"portfolio: {source}"}
+                self._published.add(key)  # it stays so, and a later claim compares no trials
         return {}, {}
 
     def _locks_open_study(self, connection: sa.Connection) -> bool:

@@ -62,7 +62,8 @@ ANY_DEVICE = WorkerDevice()
 
 def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
     """Return the parameters of a trial, including fixed ones before their suggestion."""
-    return {**trial.system_attrs.get("fixed_params", {}), **trial.params}
+    fixed = trial.system_attrs.get("fixed_params")
+    return {**(fixed if isinstance(fixed, Mapping) else {}), **trial.params}  # of any program
 
 
 class WrapperSampler(BaseSampler):
