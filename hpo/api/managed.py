@@ -131,7 +131,9 @@ class ManagedStudy(StoredStudy):
             if problems := [problem.message for problem in fixed_problems(config.search_space, fixed)]:
                 raise InputError("\n".join(problems))
             ahead, to_begin = database.read(lambda connection: lifecycle.enqueued(connection, name))
-            if not ahead and config.budget is None and database.is_finished(name):
+            counts = database.trial_counts(name)
+            has_ended = bool(counts["done"]) and not counts["running"] and ahead >= to_begin
+            if has_ended and config.budget is None:
                 number = {"n_trials": studies.c.n_trials + 1}
                 more = sa.update(studies).where(studies.c.name == name).values(number)
                 database.write(lambda connection: connection.execute(more))

@@ -179,7 +179,8 @@ def shown(opened: OpenStudy, *, quiet: bool, own: bool = False) -> Iterator[None
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
-    display = StudyDisplay(config, partial(read_study, storage, config.name))
+    read = partial(read_study, storage, config.name)
+    display = StudyDisplay(config, read, other_workers=storage.other_workers_on)
     with display.live, watching(StudyWatch(storage, config, own=own).read, display.show, 2.0 if own else 0.5):
         yield
 

@@ -430,6 +430,8 @@ class DataConfig(SourceConfig):
             if not self.is_default(key):
                 yield Problem((key,), "must be given in each of `sources`, not outside them.")
         names = [one.name for one in self.sources]
+        if len({one.columns.text for one in self.sources if isinstance(one.columns.text, tuple)}) > 1:
+            yield Problem(("sources",), "must have the same two columns of texts. Rename those of the files.")
         for index, one in enumerate(self.sources):
             if one.name in names[:index]:
                 yield Problem(("sources", index, "name"), f"{show(one.name)} is there twice. Rename one.")

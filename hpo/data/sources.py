@@ -125,7 +125,9 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     for split in SPLITS:
         given = getattr(config.files, split)
         path = given or (config.path and config.path / f"{split}.{config.source}")
-        packed = path and next(path.parent.glob(f"{path.name}.[gzb][zs]*"), None)
+        packed = None
+        if path and config.source in ("csv", "jsonl"):
+            packed = next(path.parent.glob(f"{path.name}.[gzb][zs]*"), None)
         path = path if given or not path or path.exists() else packed or path
         if path is None or not (given or path.exists() or split == "train"):
             continue

@@ -4,7 +4,7 @@ Workers write their progress into the database with their heartbeats, so no trai
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -34,14 +34,22 @@ class StudyDisplay:
     """Shows running trials, and prints a line for each end. `read` reads their study, if they have one."""
 
     def __init__(
-        self, config: StudyConfig, read: Callable[[], Any] | None = None, console: Console | None = None
+        self,
+        config: StudyConfig,
+        read: Callable[[], Any] | None = None,
+        console: Console | None = None,
+        other_workers: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._console = console or Console(highlight=False)
         self._printed_at, self._objectives = time.monotonic(), config.objective
         self._total = "" if config.budget else f"/{config.num_trials}"
         self.live = live_on(self._console, transient=True)  # to be entered while trials are shown
         self._read, self._end, self._end_due = read, "", 0.0
-        self._machine, self._was_busy, self._machine_due = DeviceTime(), False, time.monotonic() + MIN_SECONDS
+        self._machine, self._was_busy, self._machine_due = (
+            DeviceTime(None, other_workers),
+            False,
+            time.monotonic() + MIN_SECONDS,
+        )
 
     def show(self, look: StudyProgress) -> None:
         """Print the due lines. `look` is the present state of the study."""

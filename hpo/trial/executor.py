@@ -228,6 +228,7 @@ class Executor:
         if busy := busy_text(telemetry.get("device_time")):
             recorder.note(device=telemetry["device"] | {"shared": True})
             busy = f"The device was {busy}. Speeds and seconds of the trial count that time."
+            limited |= {name: None for name in limited if name.startswith(("train_", "evaluation_"))}
         if end.outcome == Outcome.COMPLETE:
             reasons = filter(None, (broken_limits(limits, limited), telemetry.get("stopped_early"), busy))
             end = replace(end, reason=" ".join(reasons))

@@ -195,8 +195,9 @@ def test_a_name_continues_the_stored_study_and_names_an_untried_precision(
     assert [*ran.text()][-1] == message + tries.format("kept") == ran.as_json()["untried"]
     again = hpo.Study(path, quiet=True).run()
     assert [*again.text()][-1] == message + tries.format(path)
-    hpo.Study(path, quiet=True).enqueue(["fp_precision=bf16"])
-    hpo.Study(path, quiet=True).work()
+    for precision in ("bf16", "fp32"):
+        hpo.Study(path, quiet=True).enqueue({"fp_precision": precision})
+    hpo.Study(path, quiet=True).run()  # the file has one trial
     after = hpo.Study("kept", quiet=True).record
-    assert [trial.params["fp_precision"] for trial in after.trials] == ["fp32", "bf16"]
+    assert [trial.params["fp_precision"] for trial in after.trials] == ["fp32", "bf16", "fp32"]
     assert untried_message(after) == ""

@@ -69,6 +69,15 @@ def test_new_default_needs_old_value_in_file() -> None:
     assert study(training={"pooling": "cls"}).resumed(definition).training.pooling == "cls"
 
 
+def test_earlier_default_of_attention_is_the_same_study() -> None:
+    definition = stored(study())
+    definition["training"]["attention"] = "sdpa"
+    assert study().resumed(definition).training.attention is None
+    definition["given"].append("training.attention")
+    with pytest.raises(StudyChangedError, match=r'~ training\.attention: "sdpa" -> null'):
+        study().resumed(definition)
+
+
 def test_key_of_one_version_counts_if_given() -> None:
     earlier = stored(study())
     earlier["training"] |= {"weight_rounding": "nearest", "precision_overrides": {}}

@@ -131,7 +131,7 @@ class WorkerLease(Membership):
                 change = partial(self._start, points, seen) if waits else self._take_over
                 if lease := self._claim(lambda it: change(it, trial, row)):  # noqa: B023
                     return lease
-                refused[trial.number, row] += 1
+                refused[trial.number, row, seen.num_begun] += 1
                 if max(refused.values()) > MAX_REFUSALS:
                     raise StorageError(
                         f"Trial {trial.number} of `{self._name}` cannot be claimed: its row in "

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
@@ -71,7 +71,8 @@ class StudyWatch:
                 progress = json.loads(progress_of[trial.number] or "{}")
                 if progress.pop("trial", None) != trial.number:  # of its worker's last one
                     progress = {"part": "check"}
-                running.append((trial, Progress(**progress)))
+                known = {one.name: progress[one.name] for one in fields(Progress) if one.name in progress}
+                running.append((trial, Progress(**known)))  # a later hpo may write more
             elif rest is not None and rest not in self._rests:
                 self._rests.add(rest)
                 if not self._own or trial.user_attrs.get("worker") in ours:

@@ -375,11 +375,14 @@ class Storage:
         counts = self.trial_counts(name)
         return counts["done"] == sum(counts.values())
 
-    def other_workers_on(self, device: str) -> set[int]:
-        """Return the other processes that work on this machine's `device`, in any study of this database."""
+    def other_workers_on(self, device: str | None = None) -> set[int]:
+        """Return the other processes that work on this machine's `device`, in any study of this database.
+
+        None: on any of its devices.
+        """
         here = (workers.c.machine == this_machine(), workers.c.pid != os.getpid())
-        there = sa.func.coalesce(workers.c.device, device) == device
-        return {row.pid for row in self.read(lambda it: self.live_workers(it, *here, there)).values()}
+        there = [] if device is None else [sa.func.coalesce(workers.c.device, device) == device]
+        return {row.pid for row in self.read(lambda it: self.live_workers(it, *here, *there)).values()}
 
     # Compatibility cache
 

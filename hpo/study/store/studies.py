@@ -85,6 +85,8 @@ def _create_or_resume(
     stored = definition_of(row.name, row.definition)
     resumed = _definition(config.resumed(stored))
     wider = widened_ranges(stored, json.loads(resumed["definition"]))
+    if config.num_trials == stored["n_trials"]:
+        resumed["n_trials"] = max(config.num_trials, row.n_trials)  # `hpo enqueue` has added trials
     if not resize and not wider:
         return
     if not resize:
