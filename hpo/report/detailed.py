@@ -173,8 +173,9 @@ def _about(one: Detailed) -> str:
     if is_number(document["num_resamples"]) and is_number(document["level"]):
         lines.append(
             f"Intervals of {format_percent(document['level'])} by Wilson or the bootstrap "
-            f"({format_number(document['num_resamples'])} resamples) show the chance in the choice of rows, "
-            "not of seeds. `best constant`: the best value with one prediction for all rows."
+            f"({format_number(document['num_resamples'])} resamples, fewer for metrics of ranks) "
+            "show the chance in the choice of rows, not of seeds. `best constant`: the best value "
+            "with one prediction for all rows."
         )
     if one.thresholds:
         lines.append(f"{one.thresholds[0].upper()}{one.thresholds[1:]}.")

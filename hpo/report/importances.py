@@ -23,6 +23,7 @@ def importances(tables: StudyTables, index: int = 0) -> pd.DataFrame:
     counted = set(tables.complete["number"][tables.complete["counts"]])
     space = {name: _distribution(entry) for name, entry in tables.search_space.items()}
     direction: Any = tables.record.directions[index]
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction=direction)
     for one in tables.record.trials:
         if one.number in counted and one.values and one.params.keys() <= space.keys():
