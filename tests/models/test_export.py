@@ -38,7 +38,8 @@ def test_exported_logits_are_equal_bit_for_bit(family: str, tmp_path: Path) -> N
         for parameter in model.parameters():  # so that none equals a fresh one
             parameter.add_(0.01 * torch.randn_like(parameter))
     decisions = {"multi": asdict(DecodingThresholds(threshold=0.25)), "single": {}}
-    written = {"attention": attention, "precision": "bf16", "decisions": decisions, "csv": {"delimiter": ";"}}
+    written = {"attention": attention, "precision": "bf16", "decisions": decisions}
+    written["csv"] = {"delimiter": ";", "header": False, "names": ["id", "text"]}
     exported(tmp_path / "export", model, **written)
     loaded, tokenizer, read = load_exported(tmp_path / "export")
     assert (loaded.tasks, loaded.training) == (KIND_TASKS, False)
