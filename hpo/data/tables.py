@@ -18,6 +18,7 @@ name, [[start, end], ...]; a table may hold them as JSON. Class names lose outer
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -221,9 +222,11 @@ class Table:
 
 def as_list(cell: Any) -> list[Any]:
     """Return a list from a cell, in which it may be JSON. Raises ValueError."""
-    value = json.loads(cell) if isinstance(cell, str) and cell.startswith("[") else cell
+    value = cell
+    with suppress(ValueError):  # no JSON, as a list that pandas wrote
+        value = json.loads(cell) if isinstance(cell, str) else cell
     if not isinstance(value, list | tuple | np.ndarray):
-        raise ValueError(f"tokens and tags must be lists, but got {shorten(repr(cell), 60)}")
+        raise ValueError(f"tokens and tags must be lists, in text as JSON, but got {shorten(repr(cell), 60)}")
     return [*value]
 
 

@@ -362,6 +362,15 @@ def test_every_reader_reads_tags(reader: str, tmp_path: Path) -> None:
     assert warning.startswith("2 of 8 tags are faults of BIO (IOB2)")
 
 
+def test_tokens_in_text_must_be_json(tmp_path: Path) -> None:
+    for split in SPLITS:
+        write(tmp_path, "csv", split, {"tokens": ["['Ann', 'ran']"], "tags": [["B-x", "O"]]})
+    columns = {"tokens": "tokens", "tags": {"ner": "tags"}}
+    tasks = {"ner": {"kind": "token_classification", "span_names": ["x"]}}
+    with pytest.raises(DataError, match="must be lists, in text as JSON"):
+        load(source="csv", path=str(tmp_path), tasks=tasks, columns=columns)
+
+
 def test_flat_rows_of_jsonl_may_lack_a_key(tmp_path: Path) -> None:
     rows = '{"text": "a", "label": "x"}\n{"text": "b", "label": 7}\n{"text": "c"}\n'
     for split in SPLITS:
