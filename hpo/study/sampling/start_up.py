@@ -74,10 +74,11 @@ class StartUp:
         return [one for one in unique.values() if not lacking & {choice_name(*of) for of in one.items()}]
 
     def _active(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of settings of the space under their conditions."""
+        """Return the values of settings of the space under their conditions, without impossible ones."""
         return {
             name: params[name]
             for name in self.space.keys() & params.keys()
+            if not self.space[name].refusal(params[name])  # another program may enqueue any value
             if all(params.get(parent) in map(encode, of) for parent, of in self.space[name].when.items())
         }
 

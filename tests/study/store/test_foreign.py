@@ -146,6 +146,7 @@ def fixed(params: Any) -> dict[str, Any]:
     [
         (fixed([[NAME, 1e-4]]), "`fixed_params` must be a mapping"),
         *((fixed({NAME: value}), f"{NAME}=") for value in ([1], True, math.nan, 10**400)),
+        (fixed({"fp_precision": ["fp32"]}), "fp_precision="),
         (suggested(FloatDistribution(0.0, 9.0), 5.0), f"{NAME}=5 is outside"),
         (suggested(CategoricalDistribution(["fp64"]), "fp64", "fp_precision"), "fp_precision=fp64 is none"),
         (suggested(FloatDistribution(0.0, 9.0), 5.0, "x"), "does not search `x`"),
