@@ -229,7 +229,8 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     formats = unusual_formats(trial, record.definition)
     cards |= {name.replace("_", " "): value for name, value in formats.items()}
     if "train_examples_per_second" not in cards:
-        cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))
+        is_busy = (trial.telemetry.get("device_time") or {}).get("busy") is True
+        cards["train examples/s"] = _speed(throughput.get("train_examples_per_second"), busy=is_busy)
     energy = throughput.get("train_joules_per_example")
     if energy is not None and "train_joules_per_example" not in cards:
         cards["train joules/example"] = format_number(energy)
@@ -238,6 +239,10 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     if len(tables.devices) > 1:
         cards["device"] = tables.trials.set_index("number")["device"].fillna(UNKNOWN)[trial.number]
     return cards | {"time": format_seconds(trial.active_seconds)}
+
+
+def _speed(value: Any, *, busy: bool) -> str:
+    return format_number(value) + " (busy)" * busy
 
 
 def _aligned(cards: list[dict[str, str]]) -> Rows:
@@ -273,7 +278,7 @@ def _all_trials(tables: StudyTables) -> Rows:
     if len(tables.devices) > 1:
         table["device"] = trials["device"].fillna(MISSING)
     speeds = zip(trials["train_examples_per_second"], trials["busy"].eq(True), strict=True)
-    table["examples/s"] = [format_number(speed) + " (busy)" * busy for speed, busy in speeds]
+    table["examples/s"] = [_speed(speed, busy=busy) for speed, busy in speeds]
     if trials["train_joules_per_example"].notna().any():
         table["joules/example"] = trials["train_joules_per_example"].map(format_number)
     if trials["skipped_steps"].gt(0).any():

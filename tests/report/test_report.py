@@ -86,6 +86,15 @@ def test_table_of_trials_has_skipped_steps_and_parts_in_fp32(tmp_path: Path) -> 
     assert "<td>bf16</td><td>bf16, fp32 in heads</td>" in text
 
 
+def test_speed_on_a_busy_device_is_marked(tmp_path: Path) -> None:
+    trials = [fake_trial(number, "fp32") for number in range(2)]
+    for trial in trials:
+        trial.telemetry["device_time"] = {"programs": 0.6, "stolen": 0.0, "share": 0.4, "busy": True}
+    text = without_plotly(write_report(record_of(trials), tmp_path))
+    assert re.search(r"<dt>train examples/s</dt><dd>[\d.]+ <small>\(busy\)</small></dd>", text)
+    assert len(re.findall(r"<td>[\d.]+ \(busy\)</td>", text)) == 2
+
+
 def test_page_loads_nothing_from_outside(full_report: Path) -> None:
     text = without_plotly(full_report)
     assert full_report.stat().st_size < 3e6, "small enough for a message"
