@@ -41,6 +41,7 @@ SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
 _NO_JSONL = {b"[": "a JSON array", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh91AY&SY": "bz2"}
+_PACKED_ENDS = (".gz", ".zst", ".bz2")
 _ARCHIVES = {b"PK\x03\x04": "a zip archive or Excel file", b"\xd0\xcf\x11\xe0": "an old Excel file"}
 _ARCHIVES |= {b"PAR1\x15": "parquet", b"\xfd7zXZ": "an xz archive", b"7z\xbc\xaf": "a 7-Zip archive"}
 DELIMITERS = (",", ";", "\t", "|")
@@ -124,30 +125,33 @@ def file_readers(config: SourceConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     readers: dict[str, Reader] = {}
     for split in SPLITS:
         given = getattr(config.files, split)
-        path = given or (config.path and config.path / f"{split}.{config.source}")
-        packed = None
-        if path and config.source in ("csv", "jsonl"):
-            packed = next(path.parent.glob(f"{path.name}.[gzb][zs]*"), None)
-        path = path if given or not path or path.exists() else packed or path
+        path = given or (config.path and _file_in(config.path, f"{split}.{config.source}"))
         if path is None or not (given or path.exists() or split == "train"):
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
         if config.source == "jsonl" and config.is_default("columns"):
             readers[split] = Reader(str(path), partial(_labelled_rows, path, split, tasks))
+            continue
+        table = Table(str(path), split, config.columns, tasks)
+        if config.source == "csv":
+            readers[split] = csv_reader([path], config.csv, table)
         else:
-            table = Table(str(path), split, config.columns, tasks)
-            rows = {"jsonl": _flat_rows, "parquet": _parquet_rows, "conll": conll_rows}.get(
-                str(config.source)
-            )
-            of_table = Reader(table.name, partial(rows, path, table)) if rows else None
-            readers[split] = of_table or csv_reader([path], config.csv, table)
+            rows = {"jsonl": _flat_rows, "parquet": _parquet_rows, "conll": conll_rows}[str(config.source)]
+            readers[split] = Reader(table.name, partial(rows, path, table))
     return readers
 
 
-def bare_suffix(path: Path) -> str:
+def _file_in(folder: Path, name: str) -> Path:
+    """Return the file of this name, or a compressed one in its place: csv and jsonl may be."""
+    path = folder / name
+    ends = () if path.exists() or path.suffix not in (".csv", ".jsonl") else _PACKED_ENDS
+    return next(filter(Path.exists, (path.with_name(name + end) for end in ends)), path)
+
+
+def _bare_suffix(path: Path) -> str:
     """Return the suffix in small letters, `.csv` for `texts.csv.gz`."""
-    return (path.with_suffix("") if path.suffix.lower() in (".gz", ".zst", ".bz2") else path).suffix.lower()
+    return (path.with_suffix("") if path.suffix.lower() in _PACKED_ENDS else path).suffix.lower()
 
 
 @contextmanager
@@ -180,7 +184,7 @@ def text_rows(path: Path, columns: ColumnsConfig, form: CsvConfig) -> Iterator[R
     """
     table = Table(str(path), "row", columns, None)
     try:
-        match bare_suffix(path):
+        match _bare_suffix(path):
             case suffix if suffix in JSON_LINES:
                 yield from _jsonl_rows(path)
             case ".csv":
