@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import sqlalchemy as sa
-
 from hpo.api.opening import RUNS, file_error_first, is_path, progress_shown
 from hpo.api.stored import StoredStudy, StudyResult
 from hpo.code import unknown_names_allowed
@@ -25,7 +23,7 @@ from hpo.study.sampling.promotion import WHOLE_ATTR
 from hpo.study.store import copy, lifecycle
 from hpo.study.store.database import shown_url, storage_url
 from hpo.study.store.lifecycle import StudyState
-from hpo.study.store.schema import studies, workers
+from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, existing_database, open_storage
 
 WAIT_SECONDS = 180.0
@@ -133,17 +131,16 @@ class ManagedStudy(StoredStudy):
             ahead, to_begin = database.read(lambda connection: lifecycle.enqueued(connection, name))
             counts = database.trial_counts(name)
             has_ended = bool(counts["done"]) and not counts["running"] and ahead >= to_begin
-            if has_ended and config.budget is None:
-                number = {"n_trials": studies.c.n_trials + 1}
-                more = sa.update(studies).where(studies.c.name == name).values(number)
-                database.write(lambda connection: connection.execute(more))
-            elif ahead >= to_begin:
+            adds_trial = has_ended and config.budget is None
+            if ahead >= to_begin and not adds_trial:
                 raise InputError(
                     f"The study `{name}` must have a trial left to begin, but has {to_begin}, and {ahead} "
                     "are enqueued. Raise --n-trials of `hpo run`."
                 )
             attributes = {"source": "hpo enqueue"} | ({WHOLE_ATTR: True} if whole else {})
             database.persist(lambda: database.load_study(name).enqueue_trial(fixed, attributes))
+            if adds_trial:  # afterwards: a worker would begin another trial in its place
+                database.write(lambda connection: lifecycle.add_trial(connection, name))
             return Enqueued(name, fixed, ahead, whole)
 
     def pause(self) -> StateChange:

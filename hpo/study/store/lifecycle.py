@@ -48,6 +48,12 @@ def enqueued(connection: sa.Connection, name: str) -> tuple[int, int]:
     return int(connection.execute(waiting).scalar_one()), max(0, num_open(connection, name))
 
 
+def add_trial(connection: sa.Connection, name: str) -> None:
+    """Raise the `n_trials` of a study by 1."""
+    number = {"n_trials": studies.c.n_trials + 1}
+    connection.execute(sa.update(studies).where(studies.c.name == name).values(number))
+
+
 def has_complete(connection: sa.Connection, name: str) -> bool:
     complete = in_state(name, TrialState.COMPLETE).where(~is_foreign(name))
     return connection.execute(complete.limit(1)).first() is not None
