@@ -24,7 +24,7 @@ from hpo.report.formats import describe_params, format_metric, format_percent, p
 from hpo.report.status import study_status
 from hpo.report.terminal import OUTCOME_STYLES, live_on
 from hpo.study.reading.watch import StudyProgress, outcome_of
-from hpo.study.sampling.promotion import rungs_of
+from hpo.study.sampling.promotion import last_rung
 
 _LINE_SECONDS = 30.0  # time between two lines of a running trial in a log
 _WIDE = 64  # columns for a trial's facts beside its bar; in fewer, they have their own line
@@ -45,11 +45,8 @@ class StudyDisplay:
         self._total = "" if config.budget else f"/{config.num_trials}"
         self.live = live_on(self._console, transient=True)  # to be entered while trials are shown
         self._read, self._end, self._end_due = read, "", 0.0
-        self._machine, self._was_busy, self._machine_due = (
-            DeviceTime(None, other_workers),
-            False,
-            time.monotonic() + MIN_SECONDS,
-        )
+        self._machine, self._was_busy = DeviceTime(None, other_workers), False
+        self._machine_due = time.monotonic() + MIN_SECONDS
 
     def show(self, look: StudyProgress) -> None:
         """Print the due lines. `look` is the present state of the study."""
@@ -58,7 +55,7 @@ class StudyDisplay:
             outcome = outcome_of(trial)
             values, paused = trial.values if outcome == Outcome.COMPLETE else (), ""
             if outcome == Outcome.PAUSED:
-                rung, reached = [*rungs_of(trial.user_attrs).items()][-1]
+                rung, reached = last_rung(trial.user_attrs)
                 values, paused = reached["values"], f"at {format_percent(rung)} of its training"
             is_best = look.best is not None and look.best[1] == trial.number
             self._print_line(
@@ -113,12 +110,8 @@ class StudyDisplay:
             size = max(5, min(30, width - 70)) if is_wide else width - 24
             bar = ProgressBar(1.0, finished, size, complete_style=style, finished_style=style)
             yield (grid := Table.grid(padding=(0, 1, 0, 0)))
-            cells: list[RenderableType] = [
-                _line(f"{_name(trial):9}"),
-                Text(f"{progress.part:10}", style),
-                bar,
-            ]
-            grid.add_row(*cells, _line(*facts) if is_wide else None)
+            name, part = _line(f"{_name(trial):9}"), Text(f"{progress.part:10}", style)
+            grid.add_row(name, part, bar, _line(*facts) if is_wide else None)
             yield from [] if is_wide else [_line("", *facts)]
 
     def _estimated_end(self) -> str:

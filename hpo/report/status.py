@@ -46,6 +46,7 @@ from hpo.study.sampling.promotion import (
     Rung,
     Standings,
     is_paused,
+    last_rung,
     promotion_of,
     rungs_of,
 )
@@ -199,7 +200,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
 
 def _paused(record: StudyRecord, trial: TrialRecord) -> dict[str, Any]:
-    rung, reached = [*rungs_of(trial.attributes).items()][-1]
+    rung, reached = last_rung(trial.attributes)
     values = dict(zip(record.metric_names, reached["values"], strict=True))
     step = max((one.step for one in trial.evaluations), default=None)
     return {"number": trial.number, "rung": rung, "step": step, "values": values}

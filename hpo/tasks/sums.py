@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from hpo.tasks.kind import FloatArray
-from hpo.tasks.tokenized_split import TokenizedSplit
+from hpo.tasks.tokenized_split import AnyArray, TokenizedSplit
 
 UNSEEN_ROWS = -math.log(0.025)
 """A sample lacks a kind of row with a probability of 2.5 % if it is expected to have this many of it."""
@@ -89,7 +89,7 @@ def curve_areas(
     order = np.argsort(-scores_M, kind="stable")
     ends = np.flatnonzero(np.diff(scores_M[order], append=np.nan) != 0)  # equal scores are one threshold
     areas = []
-    for part in _parts(weights_BN, len(rows_M)):
+    for part in in_parts(weights_BN, len(rows_M)):
         weights = part[:, rows_M[order]]
         hits = np.cumsum(weights * is_true_M[order], axis=1)[:, ends]
         found = np.cumsum(weights, axis=1)[:, ends]
@@ -106,7 +106,7 @@ def correlation(
 ) -> FloatArray:
     """Return Pearson's correlation, or Spearman's of the ranks: [B]. NaN: one side is constant."""
     values = []
-    for part in _parts(weights_BN, len(x_N)):
+    for part in in_parts(weights_BN, len(x_N)):
         rows_B1 = np.maximum(part.sum(axis=1, keepdims=True), 1)
         sides, sizes = [], []
         for one_N in (x_N, y_N):
@@ -128,9 +128,9 @@ def _ranks(values_N: FloatArray, weights_BN: FloatArray) -> FloatArray:
     return ranks_BN + 0 * values_N  # NaN stays unknown
 
 
-def _parts(weights_BN: FloatArray, num: int) -> list[FloatArray]:
-    """Split weightings of `num` numbers each into parts of at most about `_AT_ONCE`."""
-    return np.array_split(weights_BN, 1 + len(weights_BN) * num // _AT_ONCE)
+def in_parts(rows: AnyArray, num: int) -> list[AnyArray]:
+    """Split rows, each with work on `num` numbers, into parts of at most about `_AT_ONCE` numbers."""
+    return np.array_split(rows, 1 + len(rows) * num // _AT_ONCE)
 
 
 def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> Any:

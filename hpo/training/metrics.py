@@ -37,8 +37,7 @@ from hpo.code import errors_of_code
 from hpo.extensions import as_number, metrics_of
 from hpo.tasks.example import Example
 from hpo.tasks.kind import SHARES, FloatArray, Likely, Task, kind_of
-
-_AT_ONCE = 2**21
+from hpo.tasks.sums import in_parts
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ class RowStatistics:
         rows = range(self.num_rows)
         if metric in metrics_of(self.task.kind):
             return self._own_scores([*rows[:n], *rows[n + 1 :]] for n in rows)[metric]
-        parts = np.array_split(np.arange(self.num_rows), 1 + self.num_rows**2 // _AT_ONCE)
-        others = (1.0 - (part[:, None] == np.arange(self.num_rows)) for part in parts)
+        all_N = np.arange(self.num_rows)
+        others = (1.0 - (part[:, None] == all_N) for part in in_parts(all_N, self.num_rows))
         kind, rows_of = kind_of(self.task), (self.counts_NC, self.values_N)
         return np.concatenate([kind.rank_scores(one, *rows_of)[metric] for one in others])
 

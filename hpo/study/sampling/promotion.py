@@ -91,6 +91,11 @@ def rungs_of(attributes: Mapping[str, Any]) -> dict[float, Mapping[str, Any]]:
     return dict(sorted(at_rungs.items()))
 
 
+def last_rung(attributes: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
+    """Return the last rung of a trial that has paused, and its values and constraints there."""
+    return [*rungs_of(attributes).items()][-1]
+
+
 @dataclass(frozen=True)
 class Promotion:
     """The rungs of a study, and the number of promoted trials."""
