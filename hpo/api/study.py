@@ -78,7 +78,6 @@ if TYPE_CHECKING:  # `showing` loads plotly and optuna-dashboard. A worker needs
     from hpo.report.dashboard import Dashboard
 
 _logger = logging.getLogger(__name__)
-OF_FILE = OpenOptions(is_file=True)
 
 
 class Study(ManagedStudy):

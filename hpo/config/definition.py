@@ -86,10 +86,8 @@ def widened_ranges(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 def refuse_changes(name: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise StudyChangedError if two definitions of a study differ, and its results depend on it."""
     given = frozenset([*stored["given"], *now["given"]])
-    training = stored.get("training", {})
-    if training.get("attention") == "sdpa" and not is_given(
-        "training.attention", given
-    ):  # an earlier default
+    training, is_fixed = stored.get("training", {}), is_given("training.attention", given)
+    if training.get("attention") == "sdpa" and not is_fixed:  # an earlier default, which ran the same
         stored = {**stored, "training": {**training, "attention": None}}
     now = {**now, "search_space": {**now["search_space"], **widened_ranges(stored, now)}}
     if lines := [*_differences(_without_folders(stored), _without_folders(now), given)]:

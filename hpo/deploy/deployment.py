@@ -146,8 +146,8 @@ class _Run:
         tokens = load_tokenized(
             self._data, split, model.tokenizer, model.settings.windowing, self._target.token_cache
         )
-        has_end = split == CHOSEN_BY
-        return split_statistics(model, tokens, lambda _: self._check_stop() if has_end else None)
+        may_stop = split == CHOSEN_BY
+        return split_statistics(model, tokens, lambda _: self._check_stop() if may_stop else None)
 
     def time_all(self) -> None:
         """Time the forms with finite logits in turn, and leave out those that fail."""
