@@ -79,7 +79,7 @@ class TaskConfig(CheckedSection):
     primary_metric: str | None = None
     """Metric for `score` and comparisons. Default: the first metric of the kind."""
     target: Literal["standardize", "log1p"] = "standardize"
-    """What the head of a regression predicts: the standardised number, or that of log(1 + number)."""
+    """The head of a regression predicts the standardised number, or the standardised log(1 + number)."""
 
     @property
     def has_classes(self) -> bool:

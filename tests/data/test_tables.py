@@ -258,7 +258,7 @@ def test_all_numbers_of_a_column_have_one_reading(
         assert numbers_of(tmp_path, cells, delimiter) == expected
 
 
-def test_decided_numbers_are_those_of_pandas(tmp_path: Path) -> None:
+def test_decided_numbers_equal_pandas(tmp_path: Path) -> None:
     cells = ["1.234", "999,5", "1.250,5", "-3"]
     assert numbers_of(tmp_path, cells, ";") == list(
         pd.read_csv(tmp_path / "train.csv", sep=";", decimal=",", thousands=".")["t"]
@@ -396,6 +396,6 @@ def test_flat_rows_of_jsonl_may_lack_a_key(tmp_path: Path) -> None:
         ({"source": "conll", "columns": {"tokens": "words", "tags": {"t": 1}}}, "for conll, in numbers"),
     ],
 )
-def test_columns_that_contradict_are_refused(config: dict[str, Any], message: str) -> None:
+def test_contradicting_columns_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
         load(**{"source": "csv", "path": "x", "tasks": {"t": {"kind": ONE}}, **config})

@@ -156,7 +156,7 @@ def test_encoder_of_pictures_or_sound_is_refused(family: str, input_name: str) -
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "llama", "mamba", "deberta"])
-def test_default_attention_is_that_of_transformers(family: str) -> None:
+def test_default_attention_equals_transformers(family: str) -> None:
     others = {"mamba": MAMBA, "deberta": {**BERT, "model_type": "deberta"}, "llama": DECODERS["llama"]}
     settings = others.get(family) or FAMILIES[family][0]
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_default_attention_is_that_of_transformers(family: str) -> None:
         assert torch.equal(ours(**inputs).last_hidden_state, plain(**inputs).last_hidden_state)
 
 
-def test_requested_attention_that_the_encoder_lacks_is_refused() -> None:
+def test_attention_without_support_is_refused() -> None:
     with pytest.raises(ModelError, match=r"`sdpa` does not work for a fresh deberta-v2 .* Leave it out"):
         load_encoder(FAMILIES["deberta-v2"][0], attention="sdpa")
 

@@ -123,7 +123,7 @@ def test_slices_show_each_setting_by_precision() -> None:
     ]
 
 
-def test_parallel_lines_pass_by_settings_that_a_trial_lacks() -> None:
+def test_parallel_lines_pass_by_missing_settings() -> None:
     record = fake_record()
     (chart,) = parallel_coordinates(StudyTables(record))
     names = [*chart.figure.layout.xaxis.ticktext]

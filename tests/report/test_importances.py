@@ -32,14 +32,14 @@ def ruined(num_trials: int, value: float) -> StudyTables:
     return tables_of(trials)
 
 
-def test_precision_that_spoils_trials_is_large_in_fanova_only() -> None:
+def test_spoiling_precision_is_large_in_fanova_only() -> None:
     table = importances(ruined(100, 0.1))
     assert table["fANOVA"]["fp_precision"] > 0.9
     assert table["PED-ANOVA"]["fp_precision"] < 0.1
     assert table["PED-ANOVA"].idxmax() == "learning_rate"
 
 
-def test_shares_are_those_of_optuna() -> None:
+def test_shares_equal_optuna() -> None:
     """Of the trials that count, in a study of plain Optuna with their parameters."""
     tables = fake_tables()
     counted = set(tables.complete["number"][tables.complete["counts"]])
